@@ -1,11 +1,11 @@
-"""What frontier accounting costs: steps of one run with and without it in turns, and the ratio of their times.
+"""Overhead of frontier accounting: step times of one run with and without it, in alternating turns.
 
     python bench/accounting.py [--rounds 6] [--steps 5] [--tensor 2] [--pipeline 1] [--shard 1]
 
-The ranks are forked, on gloo. Each turn is of a few steps with the clock counting and the methods of torch wrapped, or
-without both; the order changes from turn to turn, so that a noisy machine disturbs both alike. The ratio is that of the
-medians of a turn, and its median over turns. Where that is within the noise, the other figure says more: what the clock
-and the wrappers did in a step, and how long so much of it takes alone.
+Ranks are forked, on gloo. Each turn is a few steps with the accounting clock and the wrappers of torch's methods, or without
+both; the order alternates, so that noise of the machine affects both equally. Printed are the ratio of each pair of turns'
+medians, and its median. If that is within noise, use the second figure: the number of stage changes and wrapped calls per step,
+times their cost measured in isolation.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LIMIT = 1.005
 
 @contextlib.contextmanager
 def accounted(loop: Loop) -> Iterator[None]:
-    """Inside, the time of steps is accounted for."""
+    """Context in which step times are accounted."""
     loop._accounting._blocked.install()
     loop.model.clock.start()
     try:
@@ -58,7 +58,7 @@ def accounted(loop: Loop) -> Iterator[None]:
 
 
 def steps(loop: Loop, first: int, count: int) -> list[float]:
-    """Seconds of each, as `Loop.run` does a step at which nothing is saved."""
+    """Seconds of each step, as `Loop.run` executes a step without a save."""
     seconds = []
     for step in range(first, first + count):
         begin = time.perf_counter()

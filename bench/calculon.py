@@ -1,18 +1,18 @@
-"""Calculon beside ours: its published validation, published step times that its inputs can express, and layouts a second.
+"""Comparison with Calculon: its published validation, published step times that its inputs can express, and layouts per second.
 
     git clone https://github.com/calculon-ai/calculon
     python bench/calculon.py calculon [--published published.csv] [--write bench/calculon.json]
 
-Calculon (Isaev et al., SC23) predicts training with TP, PP and DP from a list of a GPU's rates. Its validation compares with
-arXiv:2205.05198: the step times of table 5, the bytes of figure 1, the activations of figure 7. Both predict each case here, in
+Calculon (Isaev et al., SC23) predicts training with TP, PP and DP from a GPU's rates. Its validation compares with
+arXiv:2205.05198: the step times of table 5, the bytes of figure 1, the activations of figure 7. Both tools predict each case here, in
 one process. That paper is not among the sources of our calibration.
 
-`--published` takes the CSV of bench/plan_accuracy.py. A row can be put to Calculon where the GPU is an A100, the stack's attention
-writes its scores, keys have as many heads as queries, tensor parallel stays in a node (a dimension has one network in Calculon),
-and the vocabulary is about 51,200 (Calculon has no head). Its A100 is taken as shipped, but for the network's rate, which is the
-row's. Ours is predicted without the rows of the same source.
+`--published` takes the CSV of bench/plan_accuracy.py. Calculon can express a row if the GPU is an A100, the attention stores its
+scores, there are as many key heads as query heads, tensor parallel stays within a node (a dimension has one network in Calculon),
+and the vocabulary is about 51,200 (Calculon has no output head). Its A100 is used as shipped, except for the network rate, which is the
+row's. Our predictions do not use rows of the same source.
 
-Speed: the same layouts of GPT-3 175B, each tool in turn, CPU seconds of one process. Both give time, memory and communication.
+Speed: the same layouts of GPT-3 175B, alternating, CPU seconds of one process. Both give time, memory and communication.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def compared(cases: list[tuple[str, float, float, float]]) -> dict[str, Any]:
 
 
 def step_times(peer: Calculon) -> dict[str, Any]:
-    """Table 5. Ours twice: with the shipped pace, and with the pace that the table's other models give."""
+    """Table 5. Ours twice: with the shipped pace, and with the pace fitted to the table's other models."""
     shipped_ones, tuned, inside = [], [], 0
     rows = []
     for name, modes in STEP_S.items():
@@ -138,7 +138,7 @@ def _row(name: str, app: dict[str, Any], execution: dict[str, Any], step_s: floa
 
 
 def _activations(app: dict[str, Any], execution: dict[str, Any]) -> float:
-    """Bytes that the first rank keeps, as the paper counts them: layers only, nothing that is being worked on."""
+    """Activation bytes on the first rank as the paper counts them: layers only, without working memory."""
     model, recipe = model_of(app), recipe_of(app, execution)
     layout = recipe.layout
     at = (layout.pipeline, layout.stages_per_rank, recipe.microbatches, 0)
@@ -206,7 +206,7 @@ def expressible(row: Row) -> bool:
 
 
 def published(peer: Calculon, path: Path) -> dict[str, Any]:
-    """Rows by source: errors of both on the rows that Calculon takes."""
+    """Errors of both tools by source, on rows that Calculon can express."""
     rows = [settled(r) for r in read(path)[0] if not isinstance(r, Guessed)]
     timed = [r for r in rows if r.step_s is not None and r.fits]
     lines: Lines = {i: line(r) for i, r in enumerate(timed)}
@@ -274,7 +274,7 @@ def layouts(app: dict[str, Any], gpus: int, batch: int) -> Iterator[Recipe]:
 
 
 def speed(peer: Calculon, gpus: int, batch: int, rounds: int, most: int) -> dict[str, Any]:
-    """CPU seconds a layout of both, the best of `rounds` in turns, on layouts that Calculon takes."""
+    """CPU seconds per layout of both tools, best of `rounds`, alternating, on layouts that Calculon can express."""
     app = peer.json("models", "gpt3-175B.json")
     model, cluster, system = model_of(app), selene(gpus), peer.system(roomy=True)
     every = list(layouts(app, gpus, batch))

@@ -22,11 +22,11 @@ RECOMPUTED = {"none": "none", "attention": "attn_only", "full": "full"}
 
 
 class Refused(Exception):
-    """Calculon's inputs cannot express the case, or it says that the case cannot be."""
+    """Calculon's inputs cannot express the case, or Calculon rejects it."""
 
 
 class Calculon:
-    """A checkout, called as its own validation calls it."""
+    """A checkout of Calculon, called as in its own validation."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -64,7 +64,7 @@ class Calculon:
         return self.system_type(config)
 
     def run(self, app: dict[str, Any], execution: dict[str, Any], system: Any) -> dict[str, Any]:
-        """Its statistics. Refused where it raises."""
+        """Its statistics. Raises Refused if it raises."""
         try:
             model = self.llm(self.llm.Application(app), self.log)
             model.compile(system, self.llm.Execution.from_json(execution))

@@ -1,14 +1,14 @@
-"""How well a simulated cluster's faults are blamed, the rounds it takes, and our own time for it.
+"""Accuracy of fault localisation in simulated clusters, the number of rounds, and the time of the check itself.
 
     python bench/check.py [--nodes 16 128 1000] [--draws 1000] [--hard] [--seed 0] [--json]
 
-1 to 5 random faults of the kinds of check/blame/faults.py a draw, with the noise of check/blame/simulated.py (`--hard`: twice the noise and
-six times the disturbances). A blame is right if culprit and place are the fault's. Time is CPU time of the whole check with
-the simulation in it, of which the machine's load takes nothing.
+Each draw has 1 to 5 random faults of the kinds in check/blame/faults.py, with the noise of check/blame/simulated.py (`--hard`: twice the
+noise and six times the disturbances). A blame is correct if its culprit and location are those of the fault. Times are CPU time of the
+whole check including the simulation.
 
     python bench/check.py --node-stage FOLDER [--repeats 5] [--json]
 
-instead measures this machine as a check measures a node, FOLDER as its checkpoint folder, and says how long each part took.
+runs the node stage on this machine instead, with FOLDER as checkpoint folder, and prints the time of each part.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def measure(nodes: int, draws: int, noise: Noise, first: int) -> dict[str, Any]:
 
 
 def measure_here(folder: str, repeats: int) -> dict[str, Any]:
-    """The node stage of this machine, several times: seconds of the whole and of each part, and the rates read."""
+    """Run the node stage on this machine several times: total seconds, seconds of each part, and measured rates."""
     runs = [node_stage(NodeOptions(storage=folder)) for _ in range(repeats)]
     cpu = [run["rates"]["cpu"] or {} for run in runs]
     rates = {
@@ -93,7 +93,7 @@ def measure_here(folder: str, repeats: int) -> dict[str, Any]:
 
 
 def print_here(found: dict[str, Any]) -> None:
-    """As lines for bench/LOG.md."""
+    """Print lines for bench/LOG.md."""
     print(
         f"node stage: median {statistics.median(found['seconds']):.2f} s, most {max(found['seconds']):.2f} s"
     )

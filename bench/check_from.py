@@ -1,12 +1,12 @@
-"""How fast `seatrial check --from` reads logs, and how much memory it takes.
+"""Speed and memory of `seatrial check --from` on large logs.
 
     python bench/check_from.py [--mib 200] [--folder DIR] [--case NAME...] [--tree OTHER_CHECKOUT]
 
-Cases: `syslog` (a day of a node: systemd, sshd, slurmd, kubelet, kernel; 30 lines in a million tell something), `dmesg`,
-`kmsg`, `hosts` (a log of 64 hosts by pdsh), `central` (syslog of 64 hosts), `words` (a name of its own in every line),
-`storm` (every fourth line an error), the packed ones `syslog.gz`, `syslog.xz`, `syslog.zst`, `syslog.bz2`, `small` (files of
-4 KiB) and `line` (one line without an end). Each in a process of its own. With --tree also by the code of another checkout,
-with a hundredth of the size and 300 s at most, and the ratio.
+Cases: `syslog` (a day of a node: systemd, sshd, slurmd, kubelet, kernel; 30 relevant lines per million), `dmesg`,
+`kmsg`, `hosts` (a log of 64 hosts by pdsh), `central` (syslog of 64 hosts), `words` (a unique name in every line),
+`storm` (every fourth line an error), compressed ones `syslog.gz`, `syslog.xz`, `syslog.zst`, `syslog.bz2`, `small` (files of
+4 KiB) and `line` (a single unterminated line). Each runs in its own process. --tree also runs the code of another checkout,
+with a hundredth of the size and at most 300 s, and prints the ratio.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _DRIVER = (
 
 
 def lines(case: str) -> Iterator[str]:
-    """The endless lines of one case."""
+    """Lines of one case, without end."""
     dice = random.Random(0)
     n = 0
     while True:
@@ -124,7 +124,7 @@ def size_of(path: Path) -> int:
 
 
 def measured(path: Path, tree: Path, limit_s: float) -> tuple[float, float, float] | None:
-    """(seconds, of them CPU time, peak MiB) of a check of `path` by the code in `tree`; None where it took longer than it may."""
+    """(seconds, CPU seconds, peak MiB) of a check of `path` by the code in `tree`; None after a timeout."""
     environment = {**os.environ, "PYTHONPATH": str(tree / "src")}
     call = [sys.executable, "-P", "-m", "seatrial", "check", "--from", str(path), "--json"]
     begun = time.perf_counter()

@@ -1,11 +1,11 @@
-"""Damages outputs of tools by chance and judges them as `seatrial check --from` does: nothing may crash, no damage may PASS.
+"""Mutates outputs of tools at random and judges them as `seatrial check --from` does: no crash, and no damaged output may PASS.
 
     python bench/check_fuzz.py [--mutations 20000] [--seed 0] [--folder DIR...] [--pairs]
 
-Outputs are the fixtures of the tests and the files of each DIR. Of one that is ill, all is damaged but the lines that its
-findings name, so the fault is still there. One that is well gets what must be seen: bytes that no tool writes, prose, a
-fault's line; documents are cut off. What else happens to it may pass (a GPU at 32 degrees is as well as one at 31), but not
-crash. --pairs: also every output behind every other one. Exit code 1 where something passed or crashed; prints what.
+Outputs are the test fixtures and the files of each DIR. In a faulty output everything is mutated except the lines that its
+findings name, so the fault remains. A healthy output gets damage that must be detected: bytes that no tool writes, prose, a
+line with a fault; documents are truncated. Other mutations of it may pass (32 degrees is as healthy as 31), but not
+crash. --pairs: also every output appended to every other one. Prints what passed or crashed, with exit code 1.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _LETTERS = "abcXYZ0189 :.-/|()[]{}\"'\t%#=,"
 
 
 def report(text: str) -> Report:
-    """What check --from says of a file with this text."""
+    """The report of check --from on a file with this text."""
     return judge_pieces(pieces_of(text.encode("utf-8", "surrogatepass"), "f", None))
 
 
 @dataclass(frozen=True)
 class Output:
-    """One output, its verdict, and the numbers of the lines without which it would have another; None: not all are known."""
+    """One output, its verdict, and the numbers of the lines that determine it; None: not all are known."""
 
     name: str
     text: str
@@ -57,7 +57,7 @@ class Output:
 
     @classmethod
     def of(cls, name: str, text: str) -> Output:
-        """Judge a text as it is."""
+        """Judge a text unchanged."""
         judged = report(text)
         ill = [f for f in judged.findings if f.verdict != "PASS"]
         places = [place for f in ill for place in f.evidence]
@@ -67,7 +67,7 @@ class Output:
 
 
 def outputs(*folders: Path) -> list[Output]:
-    """All files that lie in the folders."""
+    """All files in the folders."""
     paths = [
         p for folder in folders for p in sorted(folder.iterdir()) if p.is_file() and p.name != "README.md"
     ]
@@ -75,7 +75,7 @@ def outputs(*folders: Path) -> list[Output]:
 
 
 def mutation(output: Output, others: list[Output], dice: random.Random) -> tuple[str, str, bool]:
-    """What kind of damage, the damaged text, and whether it may PASS."""
+    """(kind of damage, damaged text, whether it may PASS)."""
     if output.verdict != "PASS":
         return _around_the_fault(output, others, dice)
     kind = dice.choice(("junk", "prose", "fault", "cut", "anything"))
@@ -113,7 +113,7 @@ def _around_the_fault(output: Output, others: list[Output], dice: random.Random)
 
 
 def _damaged(lines: list[str], free: list[int], others: list[Output], dice: random.Random) -> list[str]:
-    """One line lost, doubled, cut, changed in a character, or more behind it."""
+    """One line removed, duplicated, cut, changed in one character, or with text appended."""
     if not lines:
         return lines
     at, found = dice.choice(free), list(lines)
@@ -140,7 +140,7 @@ def _some(others: list[Output], dice: random.Random) -> list[str]:
 
 
 def run(every: list[Output], mutations: int, seed: int, tell: Callable[[str], None]) -> Counter[str]:
-    """Judge that many damaged outputs; count them by kind, with "passed" and "crashed" for what must not be."""
+    """Judge `mutations` damaged outputs; counts by kind, with "passed" and "crashed" for failures."""
     dice, count = random.Random(seed), Counter[str]()
     for n in range(mutations):
         output = dice.choice(every)
@@ -161,7 +161,7 @@ def run(every: list[Output], mutations: int, seed: int, tell: Callable[[str], No
 
 
 def pairs(every: list[Output], tell: Callable[[str], None]) -> Counter[str]:
-    """Every output behind every other one, itself too."""
+    """Append every output to every one, including itself."""
     count = Counter[str]()
     for one, other in product(every, every):
         count["pairs"] += 1
@@ -173,7 +173,7 @@ def pairs(every: list[Output], tell: Callable[[str], None]) -> Counter[str]:
 
 
 def main() -> int:
-    """Run it as the command line says."""
+    """Run with the options of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,15 +1,15 @@
-"""What a checkpoint costs training: ours beside torch.distributed.checkpoint and torch.save, and verifying beside memory.
+"""Cost of a checkpoint compared with torch.distributed.checkpoint and torch.save, and of verification compared with memory speed.
 
     python bench/checkpoint.py [--gib 1] [--rounds 3] [--steps 6] [--folder FOLDER] [--without WAY,...] [--out FILE]
 
-Two ranks train a stack of linear layers under AdamW with one thread each and save their state, --gib together, in turns
-with each way. A stall is the time for which the slower rank does not train. Slower is the median step while the save is
-written, against the median of the steps right before it. A save costs what was lost in both ways, in seconds of training.
-CPU is what the training thread itself spent in the stall: it says what a stall is on a machine that does other things too.
-Ours is durable and read back when it is complete; the others leave that to the kernel.
+Two ranks train a stack of linear layers under AdamW with one thread each and save their state (--gib in total), alternating
+between the ways. `stall`: time for which the slower rank does not train. `slower`: median step while the save is
+written, over the median of the steps right before it. `cost`: seconds of training lost in both ways.
+`CPU`: CPU time of the training thread within the stall, which is the stall to expect on a less busy machine.
+Our save is durable and read back when complete; the others leave that to the kernel.
 
-Verifying is measured on the checkpoint that ours has left, from the page cache: reading it without hashing is as fast as
-it could be, and summing as much memory is what the memory gives.
+Verification is measured on our checkpoint in the page cache, compared with reading it without hashing,
+and with summing the same amount of memory.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def main() -> int:
 
 
 def run_ranks(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """What rank 0 told."""
+    """The measurements printed by rank 0."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -137,12 +137,12 @@ def run_ranks(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any
 def progress(save: dict[str, Any]) -> str:
     return (
         f"round {save['turn']}  {save['way']:<18}  stall {save['stall_s']:6.3f} s, complete after "
-        f"{save['complete_s']:6.2f} s, {len(save['during_s'])} steps meanwhile"
+        f"{save['complete_s']:6.2f} s, {len(save['during_s'])} steps during the save"
     )
 
 
 def summary(way: str, told: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over the rounds of one way. The first save of a process is told by itself."""
+    """Medians over the rounds of one way. The first save of a process is reported separately."""
     saves = [t for t in told if t["what"] == "save" and t["way"] == way]
     warm = [s for s in saves if s["turn"]] or saves
     base = [statistics.median(s["base_s"]) for s in warm]
@@ -217,7 +217,7 @@ def verify(checkpoint: Path) -> dict[str, float]:
 
 
 def fastest(work: Callable[[], Any], times: int = 5) -> float:
-    """Seconds of the fastest of some: what disturbs only ever makes it slower."""
+    """Minimum of several repeats: disturbances only make it slower."""
     found = []
     for _ in range(times):
         begin = time.perf_counter()

@@ -1,8 +1,8 @@
-"""One rank of bench/checkpoint.py: trains, and saves in the way it is told, in turns with the other ways.
+"""One rank of bench/checkpoint.py: trains, and saves in the requested way, alternating with the others.
 
     python checkpoint_ranks.py '{"rank": 0, "world": 2, "port": ..., "folder": ..., ...}'
 
-Rank 0 prints one JSON line a measurement.
+Rank 0 prints one JSON line per measurement.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Training:
         self.step([0.0])
 
     def step(self, told: list[float]) -> tuple[float, list[float]]:
-        """One step, with the one exchange that a trainer has; its seconds, and the sum of what ranks have `told`."""
+        """One step with one all-reduce, as in training; its seconds, and the sum of the ranks' `told` values."""
         begin = time.perf_counter()
         loss = self.model(self.x).square().mean()
         loss.backward()
@@ -72,12 +72,12 @@ class Training:
 
     @property
     def bytes(self) -> int:
-        """Of this rank's state."""
+        """Bytes of this rank's state."""
         return sum(t.nbytes for t in self.tensors().values())
 
 
 class Ours:
-    """The writer that training uses: staged, written, read back, hashed, committed."""
+    """The writer used in training: stages, writes, reads back, hashes, commits."""
 
     def __init__(self, training: Training, folder: Path) -> None:
         self.training, self.folder = training, folder
@@ -98,7 +98,7 @@ class Ours:
         return Piece(key, tensor, Box((rank * rows, 0), (rows, columns)), (world * rows, columns))
 
     def save(self) -> Callable[[list[float]], tuple[list[float], bool]]:
-        """Begin; what is returned is told the last sums, and says what to tell next and whether all is done."""
+        """Start a save. The returned function takes the last sums; it returns the next value to sum, and whether the save is done."""
         self.attempt += 1
         number = self.attempt
         self.writer.stage(self.pieces)
@@ -142,7 +142,7 @@ class Ours:
 
 
 class Peers:
-    """torch.distributed.checkpoint in its three ways, and torch.save; each into a folder that is new."""
+    """The three ways of torch.distributed.checkpoint, and torch.save; each into a new folder."""
 
     def __init__(self, training: Training, folder: Path) -> None:
         self.training, self.folder = training, folder
@@ -163,11 +163,11 @@ class Peers:
         return self.folder / f"peer-{self.number}"
 
     def dcp_sync(self) -> None:
-        """Everybody waits until all is written."""
+        """Synchronous: all ranks wait until everything is written."""
         dcp.save(self.state, checkpoint_id=self._new(), process_group=self.group)
 
     def torch_save(self) -> None:
-        """A file a rank."""
+        """One file per rank."""
         path = self._new()
         path.mkdir(exist_ok=True)
         torch.save(self.training.tensors(), path / f"rank-{self.training.rank}.pt")

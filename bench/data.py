@@ -1,15 +1,15 @@
-"""How fast training data is read: ours beside PyTorch's DataLoader over a memory map, torchdata and mosaicml-streaming.
+"""Throughput of reading training data, compared with PyTorch's DataLoader over a memory map, torchdata and mosaicml-streaming.
 
     python bench/data.py [--tokens 64e6] [--sequence 4096] [--batch 32] [--rounds 5] [--large 1e12] [--out FILE]
 
-All read the same tokens, shuffled, from warm files, as int64 ids and targets, in one process without workers: tokens a
-second of CPU time, all threads counted, which is what a core gives. They take turns, and a ratio is of the medians. Reading
-for the first time, where every chunk is verified before it is used, is measured beside. The DataLoader does
-what Megatron-LM does: an index array of the shuffled samples, and a memory map. A peer that is not installed is left out,
-and the output says so.
+All read the same tokens, shuffled, from warm files, as int64 ids and targets, in one process without workers. Throughput is tokens per
+second of CPU time over all threads. Libraries alternate, and ratios are of medians. The first read,
+in which every chunk is verified, is measured separately. The DataLoader does
+what Megatron-LM does: an index array of the shuffled samples, and a memory map. Libraries that are not installed are skipped
+and listed.
 
-Seeking is the time to the first batch from a far position, in a loader that is open: what a resume costs. Ours computes
-it; the peers load their own state. Last, a store of --large tokens in sparse files: opening it and its first batch.
+Seeking is the time to the first batch at a distant position in an open loader: the cost of a resume. Ours computes
+it; the others load their own state. Last, a store of --large tokens in sparse files: time to open it and get the first batch.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class Mosaic:
                 next(self._batches)
 
     def end(self) -> None:
-        """Read an epoch to its end: then its threads have nothing left to do."""
+        """Read an epoch to its end, so that its threads are idle."""
         for _ in self._loader:
             pass
 
@@ -206,7 +206,7 @@ def make_store(folder: Path, n_tokens: int) -> TokenStore:
 
 
 def peers(folder: Path, store: TokenStore, sequence: int, batch: int) -> tuple[dict[str, Peer], list[str]]:
-    """What can be measured, by name, and what is not installed."""
+    """(installed libraries by name, names of libraries that are not installed)."""
     tokens = np.concatenate([np.fromfile(folder / "store" / s.file, "<u2") for s in store.manifest.shards])
     tokens.tofile(folder / "mapped.bin")
     mapped = MappedSamples(folder / "mapped.bin", sequence)
@@ -303,7 +303,7 @@ def report(
     large: dict[str, float],
     missing: list[str],
 ) -> int:
-    """Print and write the figures; 1 where a limit is not kept."""
+    """Print and write the figures; returns 1 if a limit is exceeded."""
     middle = {name: statistics.median(values) for name, values in rates.items()}
     ours = middle["ours"]
     print(
@@ -312,9 +312,7 @@ def report(
     print(f"{'':<24} {'M tokens/s':>11} {'ours is':>9} {'seek':>10}")
     for name, rate in middle.items():
         print(f"{name:<24} {rate / 1e6:11.1f} {ours / rate:8.2f}x {seeks[name] * 1e3:7.2f} ms")
-    print(
-        f"{'ours, first time':<24} {first / 1e6:11.1f} {ours / first:8.2f}x   every chunk verified on the way"
-    )
+    print(f"{'ours, first read':<24} {first / 1e6:11.1f} {ours / first:8.2f}x   every chunk verified")
     for name in missing:
         print(f"not installed: {name}")
     if large:
@@ -343,7 +341,7 @@ def report(
     print(
         f"limits: {TOKENS_A_SECOND / 1e6:.0f} M tokens/s, first batch {FIRST_BATCH_S * 1e3:.0f} ms, ", end=""
     )
-    print(f"position {SEEK_S * 1e3:.0f} ms: {'kept' if kept else 'NOT KEPT'}")
+    print(f"position {SEEK_S * 1e3:.0f} ms: {'ok' if kept else 'MISSED'}")
     return 0 if kept else 1
 
 

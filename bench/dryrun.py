@@ -1,10 +1,10 @@
-"""The dry run of the reference voyage: how long it takes, what memory, and whether carrying over is exact.
+"""The dry run of the reference job: time, memory, and whether extrapolation is exact.
 
     python bench/dryrun.py [--microbatches 64] [--whole] [--processes 1] [--tensor 8 --pipeline 2 --shard 8 ...]
 
-Qwen2.5-72B on 128 ranks, tensor 8 x pipeline 2 x shard 8, bf16, sequences of 4,096 tokens; one rank of each pipeline stage.
-Prints what each rank holds and sends, beside the closed form of `seatrial.plan.cost.memory`. `--whole` traces every layer
-and microbatch too, and compares: every figure must be equal. Run it beside nothing else, or read the CPU seconds.
+Qwen2.5-72B on 128 ranks, tensor 8 x pipeline 2 x shard 8, bf16, sequences of 4,096 tokens; one rank per pipeline stage.
+Prints what each rank holds and sends, compared with the closed form of `seatrial.plan.cost.memory`. `--whole` also traces every layer
+and microbatch, and requires every figure to be equal. Run it on an idle machine, or use the CPU seconds.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def make_job(args: argparse.Namespace) -> Job:
 
 
 def same(a: RankStep, b: RankStep) -> bool:
-    """Every figure, and the highest point to the byte; where in the step that is may be named otherwise."""
+    """Whether all figures are equal, and the peak to the byte; the label of the peak's position may differ."""
     return (
         a.parameter_bytes == b.parameter_bytes
         and a.gradient_bytes == b.gradient_bytes

@@ -3,8 +3,8 @@
     python bench/ettr.py --recovery bench/recovery.json [--rate llama-3|all] [--nodes 16 128 1024 2048] [--days 30]
                          [--seeds 20] [--json] [--write docs]
 
-The recovery file is what bench/recovery.py wrote. A value that is missing there ends the script with exit 2; none is made
-up. `--write FOLDER` puts the tables into FOLDER/ettr.md, between its markers, and draws FOLDER/ettr.svg (matplotlib).
+The recovery file is the output of bench/recovery.py. A missing value ends the script with exit 2; there are no defaults.
+`--write FOLDER` puts the tables into FOLDER/ettr.md, between its markers, and draws FOLDER/ettr.svg (matplotlib).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ DRAWN = {
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One scenario at one size and rate: what was simulated, and the formulas beside it."""
+    """One scenario at one size and rate: simulation and formulas."""
 
     rate: str
     scenario: str
@@ -104,7 +104,7 @@ def per_1000(rate: Rate) -> str:
 
 
 def beside(row: Row, name: str) -> str:
-    """A formula's value with its difference from the simulation, in points; below zero it says nothing."""
+    """A formula's value with its difference from the simulation, in points; or "below 0"."""
     value = getattr(row, name)
     return f"{percent(value)} ({(value - row.ettr) * 100:+.2f})" if value > 0 else "below 0"
 
@@ -147,7 +147,7 @@ def markdown_table(header: list[str], lines: list[list[str]]) -> str:
 
 
 def overview(rows: list[Row], rate: str, sizes: list[int]) -> str:
-    """One line a scenario, one column a size; what reaches the goal is bold."""
+    """One line per scenario, one column per size; values that reach the goal are bold."""
     found = {(r.scenario, r.nodes): r for r in rows if r.rate == rate}
     lines = []
     for s in SCENARIOS:
@@ -192,7 +192,7 @@ def document(
 
 
 def sensitivity(nodes: int, measured: Measured, costs: Costs) -> str:
-    """What each assumption moves: points of ETTR when it doubles, by the renewal formula."""
+    """Sensitivity: points of ETTR if an assumption doubles, by the renewal formula."""
     names = ("torchrun", "disk", "memory", "memory-young-spares", "replica-spares")
     scenarios = [s for s in SCENARIOS if s.name in names]
     rate = next(r for r in RATES if r.name == "llama-3").per_node_day
@@ -215,7 +215,7 @@ def sensitivity(nodes: int, measured: Measured, costs: Costs) -> str:
 
 
 def draw(rows: list[Row], sizes: list[int], path: Path) -> None:
-    """One panel a rate: ETTR against nodes. The axis is logarithmic in what is lost, so that 99 and 99.9 % differ."""
+    """One panel per rate: ETTR against nodes. The axis is logarithmic in 1 - ETTR, so that 99 and 99.9 % are distinguishable."""
     try:
         import matplotlib
     except ImportError as error:

@@ -1,10 +1,10 @@
-"""Host memory of a run on the virtual cluster: what `seatrial validate` predicts beside what is measured while it trains.
+"""Host memory of a run on the virtual cluster: the prediction of `seatrial validate`, and the memory measured while it trains.
 
     python bench/host_memory.py [--json FILE]
 
-A few small jobs of a dozen steps with copies in memory and checkpoints. Measured a few times a second from the first step on: of
-each process the most anonymous memory that it was seen to have, of each memory file (memfd) its blocks, of libraries their pages
-once. Looking at a process holds it up for a moment, so steps are slower than usual.
+A few small jobs of a dozen steps with copies in memory and checkpoints. Sampled a few times per second from the first step on: the
+peak anonymous memory of each process, the blocks of each memory file (memfd), and the pages of libraries
+once. Sampling briefly stops a process, so steps are slower than usual.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ CASES: dict[str, list[str]] = {
 
 
 class Peaks:
-    """The most that each process and each memory file was seen to have."""
+    """Peaks of each process and each memory file."""
 
     def __init__(self) -> None:
         self.private: dict[int, int] = {}

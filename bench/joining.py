@@ -1,11 +1,11 @@
-"""How long 2,048 agents take to join one coordinator and have their records written: seconds, and its CPU seconds.
+"""Time for 2,048 agents to join one coordinator and have their records written, and the coordinator's CPU time.
 
     python bench/joining.py [--agents 2048] [--ranks 8] [--records 4] [--processes 2] [--rest 5] [--profile FILE]
 
-The coordinator is the real one, behind the real listener, in a process of its own. The agents are connections with the
-real handshake, hello, beats and journal (`control.agent.agent.member`, `control.agent.agent.journal`) in a few processes; they start no ranks. All
-look for the coordinator at once. Once it orders the first generation each tells that its ranks have started, then sends
-its records, and waits until they are written; then they are synced to the disk. Afterwards they only beat for `--rest` seconds.
+The coordinator is the real one with the real listener, in its own process. The agents are connections with the
+real handshake, hello, heartbeats and journal (`control.agent.agent.member`, `control.agent.agent.journal`) in a few processes; they start
+no ranks. All look for the coordinator at the same time. Once it orders the first generation, each reports that its ranks have started, sends
+its records, and waits until they are written; then they are fsynced. Afterwards they only send heartbeats for `--rest` seconds.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _TICK_S = 0.05  # how often a process of agents looks at all their deadlines
 
 
 def make_job(agents: int, ranks: int, folder: Path) -> Job:
-    """A job with so many nodes; nothing of it is ever trained."""
+    """A job with this many nodes, which is never trained."""
     text = f"""
 name = "joining"
 [model]
@@ -79,7 +79,7 @@ every_steps = 50
 
 
 def coordinate(folder: RunFolder, job: Job, hold: Hold, listener: Listener, bench: Channel) -> None:
-    """Coordinate, as an agent would, until the bench closes; tells it the CPU seconds when asked."""
+    """Coordinate, as an agent would, until the bench closes the channel; replies with CPU seconds on request."""
     spec = AgentSpec(
         run=folder.path,
         generation=1,
@@ -115,14 +115,14 @@ def coordinate(folder: RunFolder, job: Job, hold: Hold, listener: Listener, benc
         sources.wait(max(0.0, min(d for d in deadlines if d is not None) - now))
         acceptor.tick()
         coordinator.tick()
-        assert not coordinator.deposed, "somebody else has taken the lease"
+        assert not coordinator.deposed, "another process has taken the lease"
 
 
 # -- the agents
 
 
 class Simulated:
-    """One node's agent without ranks."""
+    """One simulated agent, without ranks."""
 
     def __init__(
         self, node: int, lease: Lease, folder: RunFolder, job: Job, records: int, sources: Watching
@@ -133,7 +133,7 @@ class Simulated:
         self._told_at: int | None = None
         self._generation = 0
         self._source: Any = None
-        self._listener = socket.socket()  # whoever probes must find somebody
+        self._listener = socket.socket()  # probes must find a listener
         self._listener.bind(("127.0.0.1", 0))
         self._listener.listen(1)
         self.member = Member(
@@ -214,7 +214,7 @@ class Simulated:
 
 
 def simulate(nodes: range, lease: Lease, folder: RunFolder, job: Job, records: int, bench: Channel) -> None:
-    """Be the agents of `nodes`, from the bench's word until it closes."""
+    """Simulate the agents of `nodes`, from the bench's start message until it closes the channel."""
     sources = Watching()
     agents = [Simulated(node, lease, folder, job, records, sources) for node in nodes]
     sources.watch(bench, lambda: None)
@@ -246,7 +246,7 @@ def child(body: Any, profile: Path | None = None) -> tuple[int, Channel]:
         theirs.close()
         return pid, ours
     ours.close()
-    os.setsid()  # a scheduling group of its own, where the kernel has them: the agents run elsewhere in truth
+    os.setsid()  # its own scheduling group, if the kernel has them: in reality agents run on other hosts
     code = 1
     try:
         if profile is not None:
@@ -323,12 +323,12 @@ def measure(arguments: argparse.Namespace, folder: RunFolder) -> bool:
     print(f"{agents} agents joined and sent {agents * (ranks + records)} records: {len(events)} events")
     print(f"  until all were on disk   {seconds:6.2f} s, coordinator {used:6.2f} s of CPU")
     print(f"  connections {joins}, nodes counted as lost {lost}")
-    print(f"  beats alone              {rest / arguments.rest:6.2f} of one core")
+    print(f"  heartbeats only          {rest / arguments.rest:6.2f} of one core")
     return seconds <= LIMIT_S and used <= LIMIT_S and not lost
 
 
 def main() -> int:
-    """Print the figures; exit 1 where they are above the limit."""
+    """Print the figures; exit 1 if a limit is exceeded."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--agents", type=int, default=2048)
     parser.add_argument("--ranks", type=int, default=8)

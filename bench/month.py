@@ -1,13 +1,12 @@
-"""Writes the folder of a run of 1,024 GPUs that has trained for 30 days, as its processes would have: synthetic, no training.
+"""Writes the folder of a run of 1,024 GPUs that has trained for 30 days, with the records its processes would write: synthetic, no training.
 
     python bench/month.py ROOT [--steps 260000] [--nodes 128] [--seed 1]
 
-The run is ROOT/month: the reference voyage on 128 nodes and 4 spares, steps of 10 s, a checkpoint every 180 steps, 40
+The run is ROOT/month: the reference job on 128 nodes and 4 spares, steps of 10 s, a checkpoint every 180 steps, 40
 failures of six classes with their recoveries, one preemption, alerts, a rank with 6 % more own work than its peers; stages
-of all ranks for the last three generations, telemetry of all nodes, a log of 1 GB (a hole between its lines), the reports
-of a check, a drill and a scaling test. Lines of metrics and ledger are made by the writers' encoder and written at once; a
-node's telemetry has the values of the same six simulated hours, again and again, and so have all nodes: only files, times
-and names differ. Takes about 2 GB of disk. Used by bench/web.py.
+of all ranks for the last three generations, telemetry of all nodes, a log of 1 GB (a sparse file), the reports
+of a check, a drill and a scaling test. Lines of metrics and ledger are made by the writers' encoder and written in bulk. Telemetry
+repeats the same six simulated hours on all nodes; only files, times and names differ. Takes about 2 GB of disk. Used by bench/web.py.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from seatrial.record.stages import STAGES, StageWriter
 from seatrial.record.telemetry import read_chunk, thinned
 from seatrial.record.telemetry_format import Header, chunks, packed
 from seatrial.record.telemetry_writer import CHUNK_S, THIN, THIN_AFTER_S, TelemetryWriter
-from seatrial.watch.columns import KeptColumns
+from seatrial.watch.columns import ColumnCacheWriter
 from telemetry import samples
 
 NAME, PRESET = "month", "qwen2.5-72b-b300"
@@ -73,7 +72,7 @@ ALERTS = {
 
 
 class Month:
-    """The story, step by step; its records are written as it goes."""
+    """Simulates the run step by step and writes its records."""
 
     def __init__(self, folder: RunFolder, job: Job, steps: int, seed: int, begins: float) -> None:
         self.folder, self.job, self.steps = folder, job, steps
@@ -89,7 +88,7 @@ class Month:
         self._files: dict[Path, BinaryIO] = {}  # none: nothing is written, only the time it takes is found
 
     def write(self) -> None:
-        """Play it, and write its records."""
+        """Simulate the run, and write its records."""
         paths = (self.folder.events, self.folder.metrics, self.folder.ledger)
         self._files = {path: open(path, "wb") for path in paths}  # noqa: SIM115 - closed below
         self.play()
@@ -98,7 +97,7 @@ class Month:
         self.folder.generation_file.write_text(f"{self.generation}\n")
 
     def put(self, path: Path, record: Event | MetricsRecord | LedgerRecord) -> None:
-        """One line, as the writers of these records make it."""
+        """Write one line, encoded as by the real writers."""
         if path in self._files:
             values = {key: value for key, value in vars(record).items() if key != "extra"}
             self._files[path].write(jsonl.encode(values))
@@ -240,7 +239,7 @@ class Month:
         )
 
     def fail(self, signal: str) -> None:
-        """Detected, the generation ended, the next one begun, from memory, or from disk where the storage was the fault."""
+        """One failure: detection, end of the generation, and the next one, resumed from memory, or from disk after a storage fault."""
         chance, (cls, action, what, after) = self.random, FAULTS[signal]
         slot = chance.randrange(self.nodes)
         node, rank = self.slots[slot], slot * GPUS + chance.randrange(GPUS)
@@ -315,7 +314,7 @@ class Month:
         self.start("continued")
 
     def alert(self, state: str) -> None:
-        """An alert begins to fire; `resolved`: and ends at once."""
+        """An alert that fires; `resolved`: and is resolved immediately."""
         rule = self.random.choice(list(ALERTS))
         severity, message = ALERTS[rule]
         node = self.random.choice(self.slots)
@@ -401,7 +400,7 @@ def _write_ranks(month: Month) -> None:
         first = month.first_steps[generation]
         last = (
             month.first_steps.get(generation + 1, month.steps + 1) + SNAPSHOT_EVERY
-        )  # those that are redone
+        )  # steps that are redone
         numbers = range(first, min(last, month.steps + 1))
         rows = shares * STEP_S * random.normal(1, 0.01, (len(numbers), len(STAGES)))
         for rank in range(ranks):
@@ -419,7 +418,7 @@ def _write_ranks(month: Month) -> None:
                 month.folder, generation, rank,
                 {"tensor": job.layout.tensor, "shard": job.layout.shard, "pipeline": job.layout.pipeline},
             )  # fmt: skip
-            for step in range(first, first + 8):  # a line stands for all steps that are like it
+            for step in range(first, first + 8):  # a line applies to all following equal steps
                 issued.add(step, usual)
             issued.close()
 
@@ -440,14 +439,14 @@ def _write_logs(month: Month) -> None:
 
 
 def _keep_columns(folder: RunFolder) -> None:
-    """What the monitor does over the month."""
-    kept = KeptColumns(folder)
+    """Write the column cache, as the monitor would have."""
+    kept = ColumnCacheWriter(folder)
     for _ in range(1 + folder.metrics.stat().st_size // jsonl.PIECE_BYTES):
         kept.poll(0.0)
 
 
 def _write_telemetry(folder: RunFolder, nodes: int, begin: float, end: float) -> None:
-    """Each chunk as a node leaves it: thinned when older than a day, packed, or still open."""
+    """Telemetry chunks as a node leaves them: thinned when older than a day, compressed, or still open."""
     sampled = TelemetryWriter(folder, 0, 10.0)
     for at, row in samples(CHUNK_S / 86400):
         sampled.add(at, row)
@@ -477,7 +476,7 @@ def _write_telemetry(folder: RunFolder, nodes: int, begin: float, end: float) ->
 
 
 def _write_reports(root: Path, folder: RunFolder, nodes: int, now: float) -> None:
-    """A check of a simulated cluster, by the check itself; the documents of a drill and a scaling test with their keys."""
+    """Reports: a real check of a simulated cluster, and synthetic documents of a drill and a scaling test."""
     shape = Shape(nodes, nodes_per_leaf=32)
     faults = [
         Fault("nic_slow", node=3, rail=5, share=0.7),

@@ -1,9 +1,9 @@
-"""What our training loop costs beside a hand-written one: same model, same batches, same process, one ratio.
+"""Overhead of our training loop over a hand-written one: same model, same batches, same process, one ratio.
 
     python bench/overhead.py [--rounds 12] [--steps 3] [--device cpu|cuda]
 
-The two loops take turns, a few steps each, so that a noisy machine disturbs both alike; the ratio is of the medians.
-The hand-written loop is what one would write with torch alone: accumulate, clip, AdamW, print nothing. Ours also reads the
+The two loops alternate, a few steps each, so that noise of the machine affects both equally; the ratio is of medians.
+The hand-written loop is plain torch: accumulate, clip, AdamW, print nothing. Ours also reads the
 data by position, sums over ranks, and writes metrics and ledger.
 """
 
@@ -42,7 +42,7 @@ LIMIT = 1.03
 
 
 class HandWritten:
-    """The loop that a person writes for one device."""
+    """A hand-written training loop for one device."""
 
     def __init__(self, job: Job, loader: BatchLoader, device: torch.device) -> None:
         self.job, self.loader, self.device = job, loader, device
@@ -78,7 +78,7 @@ class HandWritten:
 
 
 def train_one(loop: Loop, step: int) -> None:
-    """What `Loop.run` does for a step at which nothing is saved."""
+    """A step of `Loop.run` without a save."""
     loop._start(step)
     loop._read_results(leave=loop._ahead)
 
@@ -141,7 +141,9 @@ def main() -> int:
     ratio = middle["ours"] / middle["hand-written"]
     for name, value in middle.items():
         spread = (max(times[name]) - min(times[name])) / value
-        print(f"{name:<13} {value * 1000:8.1f} ms a step (median of {len(times[name])}, spread {spread:.0%})")
+        print(
+            f"{name:<13} {value * 1000:8.1f} ms per step (median of {len(times[name])}, spread {spread:.0%})"
+        )
     print(f"ratio         {ratio:8.3f}    (limit {LIMIT})")
     return 0 if ratio <= LIMIT else 1
 

@@ -1,11 +1,11 @@
-"""Asynchronous tensor parallel beside plain tensor parallel, on gloo ranks whose network has a given speed.
+"""Asynchronous tensor parallel compared with plain tensor parallel, on gloo ranks with a limited network rate.
 
     python bench/overlap.py [--rates 0 2000 1000 500] [--rounds 6] [--microbatch 4] [--sequence 512] [--width 512] [--layers 4]
 
-Each rank is a host of its own (a network namespace; needs root), joined by a bridge; `--rates` are Mbit/s of each link, 0 as
-fast as it goes. Both models train in the same processes on the same groups and batches and take turns, a step each, so that a
-noisy machine disturbs both alike; the ratio is the median of the pairs'. What both say of the loss is compared as well. Two ranks
-with one thread each: with fewer free cores than that, computing is slowed and hides more.
+Each rank is a separate host (a network namespace; needs root), joined by a bridge; `--rates` are Mbit/s of each link, 0:
+unlimited. Both models train in the same processes on the same groups and batches and alternate step by step, so that
+noise affects both equally; the ratio is the median over pairs. The losses are compared as well. There are two ranks
+with one thread each: with fewer free cores, computation is slower and hides more.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WAYS = {"plain": False, "async": True}
 
 
 def main() -> int:
-    """All rates, one after the other; or with --rank one of the ranks."""
+    """Measure all rates in sequence; with --rank run one of the ranks."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rates", type=float, nargs="+", default=[0, 2000, 1000, 500])
     parser.add_argument("--rounds", type=int, default=6)
@@ -148,7 +148,7 @@ def rank_main(options: argparse.Namespace) -> int:
             if step:  # the first one warms up
                 times[way].append(time.perf_counter() - begin)
         difference = abs(losses["plain"] - losses["async"])
-        assert difference < 1e-4, f"the two do not train alike: {losses}"
+        assert difference < 1e-4, f"the losses of the two differ: {losses}"
     dist.barrier()
     dist.destroy_process_group()
     print(json.dumps(times))
@@ -156,7 +156,7 @@ def rank_main(options: argparse.Namespace) -> int:
 
 
 def build(mesh: Mesh, options: argparse.Namespace, asynchronous: bool) -> tuple[ParallelModel, ShardedAdamW]:
-    """A decoder of the Qwen2.5 family, the same weights whichever way."""
+    """A Qwen2.5 decoder with the same weights for both ways."""
     heads = options.width // 64
     arch = Architecture(
         family="qwen2",

@@ -1,11 +1,11 @@
-"""What inductor makes of asynchronous collectives that it can see: the order in which it launches, waits and computes.
+"""How inductor schedules asynchronous collectives: the order in which it launches, waits and computes.
 
     python bench/overlap_inductor.py
 
 Gathers in four parts with a product each, then four products with a reduce-scatter each, written as functional
-collectives in an order in which one hides the other. Printed is what the compiled code does, forward and backward: G and S launch
-a gather and a reduce-scatter, W waits, P is a matrix product, other kernels are left out. The backward pass is written with a
-wait after each launch: no more can be said in an autograd function. Nothing runs on other ranks.
+collectives in an order in which communication overlaps computation. Prints the order in the compiled code, forward and backward: G and S launch
+a gather and a reduce-scatter, W waits, P is a matrix product; other kernels are left out. The backward pass has a
+wait after each launch, because an autograd function cannot express more. Nothing runs on other ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LETTERS = {"all_gather_into_tensor": "G", "reduce_scatter_tensor": "S", "wait_t
 
 
 class Gather(torch.autograd.Function):
-    """Forward: a gather that is under way. Backward: a reduce-scatter."""
+    """Forward: launches a gather. Backward: a reduce-scatter."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: str) -> Tensor:
@@ -40,7 +40,7 @@ class Gather(torch.autograd.Function):
 
 
 class Scatter(torch.autograd.Function):
-    """Forward: a reduce-scatter that is under way. Backward: a gather."""
+    """Forward: launches a reduce-scatter. Backward: a gather."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: str) -> Tensor:
@@ -53,7 +53,7 @@ class Scatter(torch.autograd.Function):
 
 
 class Wait(torch.autograd.Function):
-    """Until it is there; the gradient goes through."""
+    """Waits for the result; passes the gradient through."""
 
     @staticmethod
     def forward(ctx: Any, under_way: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ def written(x: Tensor, into: Tensor, out_of: Tensor, group: str) -> Tensor:
 
 
 def main() -> int:
-    """Compile, run, and print the order that the code has."""
+    """Compile, run, and print the order in the compiled code."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     shapes = ((ROWS, WIDTH), (INNER, WIDTH), (WIDTH, INNER))
     given = [torch.randn(shape, requires_grad=True) for shape in shapes]

@@ -1,21 +1,21 @@
-"""How far predictions are from published results: errors, what was left out of calibration, fit, intervals, plan regret.
+"""Errors of predictions against published results: calibrated and held out, fit, intervals, plan regret.
 
     python bench/plan_accuracy.py published.csv [--write bench/plan_accuracy.json] [--calibration src/seatrial/plan/cost/calibration.toml]
 
-Any CSV with these columns will do. Ways to know a stack's pace on a GPU, from easy to hard:
+Any CSV with these columns works. Calibration sets for a stack's pace on a GPU, from easy to hard:
 
-    own rows          from all rows, times the median of what the same source's other rows of this stack and GPU took longer
-    in sample         from all rows
-    other models      from the rows of other models
-    other sources     from the rows of other sources; other publishers: without any of the same publisher, as a new source is
-    other GPUs        from the rows of other GPUs
-    other generations from the rows of other architectures
+    own rows          all rows, times the median error of the same source's other rows of this stack and GPU
+    in sample         all rows
+    other models      rows of other models
+    other sources     rows of other sources; other publishers: without any row of the same publisher, as for a new source
+    other GPUs        rows of other GPUs
+    other generations rows of other architectures
 
-and beside each, from the same rows, one MFU for each GPU, and this physics with one pace for all.
+As baselines from the same rows: one MFU per GPU, and our cost model with a single pace.
 
-The error of a row is |predicted / measured - 1|. `--calibration` writes the paces that all rows give, and beside them
-memory_error.toml, how far memory was above its prediction; nothing else is fitted. Rows of sources that nobody has described
-are a group of their own (`guessed`): they set no pace and no limit.
+The error of a row is |predicted / measured - 1|. `--calibration` writes the paces fitted to all rows, and
+memory_error.toml, the excess of measured over predicted memory; nothing else is fitted. Rows of undescribed sources
+are a separate group (`guessed`): they affect no pace and no limit.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ TABLES = ("families", "operators_of", "architectures")
 
 
 def settled(row: Row) -> Row:
-    """What the source does not say of microbatches: the fastest one that fits."""
+    """Fill in an unstated microbatch: the fastest one that fits."""
     recipe = row.recipe
     if row.free_microbatch:
         each = recipe.global_batch // recipe.layout.data_parallel
@@ -70,7 +70,7 @@ def paced(known: Calibration, row: Row) -> Pace:
 
 
 class Scores:
-    """Errors and coverage of one way to know the pace."""
+    """Errors and coverage of one calibration set."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[Row, float, bool, str]] = []
@@ -103,12 +103,12 @@ class Scores:
 
 
 def publisher(source: str) -> str:
-    """Who published a source: its first word. Sources of one publisher resemble each other more than a new one does."""
+    """The publisher of a source: its first word. Sources of one publisher are correlated."""
     return source.replace("-", " ").split()[0]
 
 
 def regret(rows: list[Row], known: Calibration) -> dict[str, Any]:
-    """Where one source tried several layouts of the same work: what the predicted best costs over the best measured."""
+    """For sources that tried several layouts of the same work: cost of the predicted best over the measured best."""
     costs, choices = [], 0
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
@@ -147,7 +147,7 @@ def shortest(rows: list[Row], known: Calibration) -> float | None:
 
 
 def baselines(rows: list[Row], left_out: Callable[[Row], Any]) -> dict[str, list[float]]:
-    """Errors of simpler predictions from the rows that are not left out: one MFU for each GPU; this physics with one pace."""
+    """Errors of baselines fitted to the rows not held out: one MFU per GPU; our cost model with a single pace."""
     mfu = {id(r): _flops_s(r) for r in rows}
     own = {id(r): own_pace(r) or 1.0 for r in rows}
     errors: dict[str, list[float]] = {"constant MFU": [], "one pace": []}
@@ -174,12 +174,12 @@ def _flops_s(row: Row) -> float:
 
 
 def constants(known: Calibration) -> dict[str, int]:
-    """Numbers that predictions depend on: fitted from rows, and set by hand (stacks.toml, numbers in plan/cost)."""
+    """Number of constants: fitted to rows, and set by hand (stacks.toml, numbers in plan/cost)."""
     fitted = len(known.entries) + 5 + sum(len(getattr(known, name)) for name in TABLES)
     folder = Path(step_parts.__code__.co_filename).parent
     table = tomllib.loads((folder / "stacks.toml").read_text(encoding="utf-8"))
     own = [v for stack in table.values() for v in stack.values()]
-    hand = sum(len(v) if isinstance(v, list) else isinstance(v, int | float) for v in own)
+    hand = sum(len(v) if isinstance(v, list) else type(v) in (int, float) for v in own)
     for name in ("kernels", "collectives", "calibration", "step", "memory", "overlap"):
         module = ast.parse((folder / f"{name}.py").read_text(encoding="utf-8"))
         numbers = [n for s in module.body if isinstance(s, ast.Assign) for n in ast.walk(s.value)]
@@ -203,7 +203,7 @@ def evaluate(rows: list[Row]) -> tuple[dict[str, Any], Calibration]:
             if k != i and (r.source, r.stack, r.gpu) == (row.source, row.stack, row.gpu)
         ]
         own.add(row, everything, statistics.median(beside) if beside else 1.0)
-    moved = 0.0
+    moved, beside_peer = 0.0, [("peer", r.peer_s / r.step_s) for r in timed if r.peer_s and r.step_s]
     result["own_rows"] = own.table().get("all")
     for name, left_out in WAYS.items():
         scores = Scores()
@@ -217,6 +217,7 @@ def evaluate(rows: list[Row]) -> tuple[dict[str, Any], Calibration]:
                     pace = paced(everything, row)
                     change = abs(math.log(predicted(row, paced(known, row)) / predicted(row, pace)))
                     moved = max(moved, change / (Z * pace.spread))
+        beside_peer += [(name, 1 + e) for row, e, *_ in scores.rows if row.peer_s]
         result["ways"][name] = {
             "all": scores.table().get("all"),
             **{k: score(errors) if errors else None for k, errors in baselines(timed, left_out).items()},
@@ -226,6 +227,10 @@ def evaluate(rows: list[Row]) -> tuple[dict[str, Any], Calibration]:
             "by_precision": scores.table(lambda r: r.recipe.precision),
             "intervals": scores.kinds(),
         }
+    # Rows for which another planner (SimuMax) published predictions: its errors, and ours by what was left out.
+    result["beside_peer"] = {
+        name: score([abs(e - 1) for n, e in beside_peer if n == name]) for name in dict(beside_peer)
+    }
     # What leaving out a source changes of the others' predictions, at most, as a share of their intervals.
     result["moved_by_one_source"] = round(moved, 2)
     result["constants"] = constants(everything)
@@ -236,7 +241,7 @@ def evaluate(rows: list[Row]) -> tuple[dict[str, Any], Calibration]:
 
 
 def guessed_scores(rows: list[Row], known: Calibration, described: list[Row]) -> dict[str, Any]:
-    """Of rows whose stack and network were read from their words, by what the described ones gave; in no other score."""
+    """Scores of rows with guessed stack and network, calibrated by described rows; not part of other scores."""
     scores = Scores()
     for row in rows:
         if row.fits:
@@ -303,6 +308,7 @@ def main() -> int:
     print("constants", result["constants"], "most moved by one source", result["moved_by_one_source"])
     for name, found in result["ways"]["other sources"]["by_source"].items():
         print(f"  other sources: {name[:60]:60} {found}")
+    print("rows that SimuMax predicted", result["beside_peer"])
     print("regret", result["regret"])
     print("memory", json.dumps(result["memory"], indent=1))
     print("guessed stacks", json.dumps(result["guessed"], indent=1))

@@ -1,8 +1,8 @@
-"""Calibration from measured steps: the factors of `plan/cost/calibration.py`, all fitted together.
+"""Joint fit of the factors of `plan/cost/calibration.py` to measured steps.
 
-The sum of |log(predicted / measured)| to the power of 1.2 is made smallest: single odd rows count little, and two rows still have a
-middle. A model's rows say partly the same: each counts by one over the root of their number. Every effect is drawn towards 0, as if
-measured before with the deviation of `PRIOR`, so that few rows move little, and what all stacks of a chip share is told from a stack's own.
+Minimises the sum of |log(predicted / measured)|^1.2, so that outliers have little weight and two rows still have a unique
+minimum. Rows of one model are correlated, so each is weighted by 1 / sqrt(number of its rows). Every effect is shrunk towards 0 by a prior
+of standard deviation `PRIOR`, so that few rows change little, and effects common to all stacks of a chip are separated from a stack's own.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ POWER, ROUNDS, NEAR, STEP = 1.2, 20, 0.01, 0.05
 
 @dataclass(frozen=True)
 class Line:
-    """log(predicted / measured) of one row, a straight line in the logarithms of (pace, operators, attention), 0 at `at`."""
+    """log(predicted / measured) of one row, linearised in the logarithms of (pace, operators, attention), 0 at `at`."""
 
     at: tuple[float, float, float]
     slope: tuple[float, float, float]
@@ -66,7 +66,7 @@ def predicted(row: Row, pace: Pace) -> float:
 
 
 def own_pace(row: Row) -> float | None:
-    """The pace that would have predicted this row exactly; None where even infinitely fast kernels are too slow."""
+    """The pace that predicts this row exactly; None if even infinitely fast kernels are too slow."""
     assert row.step_s is not None
     low, high = 0.05, 20.0
     if seconds(row, low) >= row.step_s:
@@ -78,7 +78,7 @@ def own_pace(row: Row) -> float | None:
 
 
 def line(row: Row) -> Line | None:
-    """Around the row's own pace; None where it has none."""
+    """Linearisation around the row's own pace; None if it has none."""
     pace = own_pace(row)
     if pace is None:
         return None
@@ -98,7 +98,7 @@ Lines = dict[int, Line | None]
 
 
 def calibrate(rows: Iterable[tuple[int, Row]], lines: Lines, like: Calibration) -> Calibration:
-    """What these rows give, with the families of `like`."""
+    """Calibration fitted to these rows, with the families of `like`."""
     found = [(row, at) for i, row in rows if (at := lines[i]) is not None]
     if not found:
         return replace(like, entries=())
@@ -137,7 +137,7 @@ def calibrate(rows: Iterable[tuple[int, Row]], lines: Lines, like: Calibration) 
 
 
 def _effects(row: Row, like: Calibration) -> tuple[dict[str, float], ...]:
-    """What adds to the logarithms of (pace, operators, attention), by name, and how often."""
+    """Effects on the logarithms of (pace, operators, attention), by name, with their counts."""
     gpu, family = row.cluster.gpu, like.family.get(row.stack, "")
     pace = {
         "typical": 1.0,
@@ -151,7 +151,7 @@ def _effects(row: Row, like: Calibration) -> tuple[dict[str, float], ...]:
 
 
 def _fit(found: list[tuple[Row, Line]], like: Calibration) -> dict[str, float]:
-    """Every effect, by weighing squares anew in each round. Those of sources are fitted and dropped: a new one has none."""
+    """All effects, by iteratively reweighted least squares. Effects of sources are fitted and dropped: a new source has none."""
     names: dict[str, int] = {}
     entries: list[tuple[int, int, float]] = []
     for i, (row, at) in enumerate(found):

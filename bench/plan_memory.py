@@ -1,7 +1,7 @@
-"""Predicted memory beside published figures, and what is said of layouts that ran and of those that ran out of memory.
+"""Predicted memory compared with published figures, and the verdicts for layouts that ran and that ran out of memory.
 
-The three answers (plan/cost/memory_fit.py) follow from the errors themselves. When a row is scored, the errors of its own source are left
-out: what one source measured must not set the limit that its own rows are judged by.
+The three verdicts (plan/cost/memory_fit.py) are derived from the errors themselves. When a row is scored, the errors of its own source are
+left out, so that a source does not set the limit that it is judged by.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def fits(row: Row) -> bool:
 
 
 def told(rows: Iterable[Row]) -> list[Row]:
-    """Those that say all that memory depends on."""
+    """Rows that state everything that memory depends on."""
     return [r for r in rows if not (r.free_microbatch or r.free_recompute)]
 
 
 def ratio(row: Row) -> float | None:
-    """Measured over predicted, both of the same kind; None where nothing was measured."""
+    """Measured over predicted memory of the same kind; None if not measured."""
     if row.memory_bytes is None or not row.fits:
         return None
     of = held(row)
@@ -41,7 +41,7 @@ def ratio(row: Row) -> float | None:
 
 
 def memory_errors(rows: Iterable[Row]) -> Errors:
-    """Of the rows that say all; a stack that was guessed says nothing of how wrong the planner is."""
+    """Errors of fully described rows. Guessed stacks are excluded: they do not show the planner's error."""
     found: dict[str, list[float]] = {}
     for row in told(rows):
         r = ratio(row)
@@ -64,7 +64,7 @@ def score(errors: list[float]) -> dict[str, Any]:
 
 
 def memory_scores(rows: Iterable[Row], doubt: Errors | None = None) -> dict[str, Any]:
-    """Bytes against what was measured, and which of the three answers rows got, by what came of them.
+    """Predicted against measured bytes, and counts of the three verdicts by actual outcome.
 
     `doubt`: errors to judge by; without, those of the rows themselves and what is shipped of other sources. Those of a row's own
     source never judge it.
@@ -100,7 +100,7 @@ def memory_scores(rows: Iterable[Row], doubt: Errors | None = None) -> dict[str,
 
 
 def _with_shipped(errors: Errors) -> Errors:
-    """A file of few rows says little of how wrong predictions can be."""
+    """Add the shipped errors: few rows do not show the range of errors."""
     here = {s.name for s in errors.sources}
     return Errors((*errors.sources, *(s for s in shipped_errors().sources if s.name not in here)))
 
@@ -110,7 +110,7 @@ def _answers(rows: Iterable[Row]) -> dict[str, int]:
 
 
 def errors_toml(errors: Errors) -> str:
-    """memory_error.toml with these."""
+    """The text of memory_error.toml with these errors."""
     lines = [
         "# How far published memory figures were above their prediction: measured over predicted (memory.py), both of the same kind",
         "# (allocated, reserved, or what the device showed). Written by bench/plan_accuracy.py --calibration from the rows that say all",

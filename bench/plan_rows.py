@@ -1,7 +1,7 @@
-"""Published results as the planner's own terms: model, recipe, cluster, stack, and what was measured.
+"""Published results in the planner's terms: model, recipe, cluster, stack, and measurements.
 
-What a source does not say is filled from what is known of it, here and nowhere else; a row that still lacks something is left
-out, with the reason. Rows of a source that nobody has described get the stack and the network that their own words name
+Values that a source does not state are filled in here from what is known of the source; a row that still lacks a value is left
+out, with the reason. Rows of undescribed sources get stack and network from the wording of the row
 (`plan_words.py`), and are marked as guessed.
 """
 
@@ -96,6 +96,8 @@ MEMORY = {
 }
 # BigScience trained in fp16 until then and "with BF16 optimizer" from then on (chronicles-prequel.md, "Rebalancing layers").
 BF16_SINCE = "date 02-28"
+# SimuMax's own predictions of its rows (MooreThreads/SimuMax@4dcaae5 docs/b200/b200_release_v1.2_summary.json: perf_ms).
+PEER = re.compile(r"SimuMax predicted ([\d.]+) ms")
 # Microbatches of torchtitan's pipelines where none are named: as many as pipeline ranks; interleaved, two stages a rank
 # (torchtitan/parallelisms/parallelize_llama.py, "pipeline_parallel_microbatches or parallel_dims.pp").
 LOCAL_BATCH = re.compile(r"local batch (\d+)")
@@ -128,11 +130,12 @@ class Row:
     memory_bytes: float | None
     memory_kind: str
     fits: bool
+    peer_s: float | None = None  # seconds a step that another planner published for it
 
 
 @dataclass(frozen=True)
 class Guessed(Row):
-    """One of a source that nobody has described: stack, network and what else is not said come from its words."""
+    """A row of an undescribed source: stack, network and other unstated values are guessed from its wording."""
 
 
 # What is looked at; a file may have more.
@@ -165,7 +168,7 @@ def read(path: Path) -> tuple[list[Row], dict[str, int]]:
 
 
 class Unusable(Exception):
-    """Why a row cannot be predicted."""
+    """A row cannot be predicted, with the reason."""
 
 
 def _number(raw: dict[str, str], key: str, default: int | None = None) -> int:
@@ -256,6 +259,7 @@ def _row(raw: dict[str, str]) -> Row:
         memory_bytes=memory,
         memory_kind=next((v for k, v in MEMORY.items() if source.startswith(k)), "allocated"),
         fits=raw["outcome"] != "OOM",
+        peer_s=float(peer[1]) / 1e3 if (peer := PEER.search(raw["notes"])) else None,
     )
     if known is not None:
         return row
@@ -264,7 +268,7 @@ def _row(raw: dict[str, str]) -> Row:
 
 
 def _network(raw: dict[str, str], usual: str | None, gpu: str, each: int, *, alone: bool) -> Network | None:
-    """What the row says, else what its source usually has; of an unknown source the vendor's own node where nothing is said."""
+    """The row's network, else its source's usual one; for an unknown source the vendor's reference node."""
     text = raw["interconnect"]
     default = None if usual is None else find_network(usual)
     found = network_of(text, gpu, each, default) if text or default is None else None

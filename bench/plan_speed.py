@@ -1,10 +1,10 @@
-"""How fast the planner answers: one prediction, the search for 128 and for 1,024 GPUs, the verb as a whole.
+"""Speed of the planner: one prediction, the search for 128 and for 1,024 GPUs, the whole command.
 
     python bench/plan_speed.py [--rounds 3] [--write bench/plan_speed.json]
 
-The job is the reference voyage's (Qwen2.5-72B, 8 B300 a node). CPU seconds of one process beside the clock's; the least of
-`rounds` (of the verb's CPU the mean), since what else runs on a machine only adds. A layout is tried when the rules of the job file allow it; those without
-enough memory cost less than the others. Ends with 1 if a limit is not kept.
+The job is the reference job (Qwen2.5-72B, 8 B300 per node). CPU and wall-clock seconds of one process; the minimum of
+`rounds` (the mean for the command's CPU time), since other load only adds. A layout counts as tried if the rules of the job file allow it; those
+without enough memory cost less than the others. Exit code 1 if a limit is exceeded.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PRESET = str(files("seatrial.job") / "presets" / "qwen2.5-72b-b300.toml")
 
 
 def clocks(work: Callable[[], object], rounds: int) -> tuple[float, float]:
-    """CPU seconds and seconds by the clock, the least of several rounds."""
+    """CPU and wall-clock seconds, minimum of several rounds."""
     found = []
     for _ in range(rounds):
         wall, cpu = time.perf_counter(), time.process_time()
@@ -60,7 +60,7 @@ def cluster_of(nodes: int) -> Cluster:
 
 
 def layout(rounds: int) -> dict[str, Any]:
-    """One prediction; every one of another batch, so that nothing is remembered."""
+    """One prediction, each with another batch so that nothing is cached."""
     job, cluster = job_on(16), cluster_of(16)
     model, recipe = job.architecture, Recipe.of(job)
     batches = range(1024, 1024 + 8 * 200, 8)
@@ -93,7 +93,7 @@ def search_of(gpus: int, rounds: int) -> dict[str, Any]:
 
 
 def verb(option: str, rounds: int) -> dict[str, Any]:
-    """`seatrial plan` from the shell: start of Python, search, everything that it shows."""
+    """`seatrial plan` from the shell: Python start-up, search and output."""
     environment = {**os.environ, "PYTHONPATH": str(Path(seatrial.__file__).parents[1])}
 
     def work() -> None:

@@ -1,6 +1,6 @@
-"""Which stack and which network a published row's own words name, where nobody has described its source.
+"""Guesses stack and network of a published row from its wording, if its source is not described.
 
-A guess, and marked as one (`plan_rows.Guessed`): the words say which kernels and which ports were there, not their settings.
+Results are marked as guesses (`plan_rows.Guessed`): wording identifies kernels and ports, not their settings.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ _EXPERTS = re.compile(r"moe|mixtral|deepseek-?v[23]|\ba\d+b\b|\d+x\d+b|grok|dbrx
 
 
 def stack_of(raw: dict[str, str]) -> str | None:
-    """The stack that a row's source, else its notes, else its precision names; None where none does."""
+    """The stack named by a row's source, else its notes, else its precision; None if none is."""
     for field in FIELDS:
         text = raw[field].casefold()
         for pattern, stack in STACKS:
@@ -109,7 +109,7 @@ def _megatron(raw: dict[str, str]) -> str:
 
 
 def network_of(text: str, gpu: str, gpus_per_node: int, usual: Network | None = None) -> Network | None:
-    """What a row's words say of the network between its nodes; None where nothing can be read.
+    """The network between nodes by a row's wording; None if unknown.
 
     `usual` is what its source usually has: where the words say no more than the same rate, it is that one.
     """
@@ -179,7 +179,7 @@ def _ports(text: str, gpus_per_node: int) -> tuple[int, float] | None:
 
 
 def _vendors(text: str, kind: str | None, gpu: str, gpus_per_node: int) -> Network | None:
-    """Of the vendor's own node for the GPU, where the words name its ports' rate and not their number; or say nothing."""
+    """Ports of the vendor's reference node for the GPU, if the wording gives only their rate, or nothing."""
     node = reference_node(gpu, gpus_per_node)
     found = None if node is None else find_network(node.network)
     if not text or found is None:
@@ -190,7 +190,7 @@ def _vendors(text: str, kind: str | None, gpu: str, gpus_per_node: int) -> Netwo
 
 
 def _speed(text: str) -> float | None:
-    """Gb/s that InfiniBand's names for its speeds stand for."""
+    """Gb/s of InfiniBand's speed names."""
     named = _SPEED.search(text)
     return None if named is None else float(named[2] or _SPEEDS[named[1].casefold()])
 
@@ -201,7 +201,7 @@ def has_experts(raw: dict[str, str]) -> bool:
 
 
 def as_stack(raw: dict[str, str], recipe: Recipe, stack: str) -> Recipe:
-    """What a row does not say of sharding and sequence parallel, as its stack has it."""
+    """Fill in unstated sharding and sequence parallel with the stack's defaults."""
     said, cut, old = raw["seq_parallel"].casefold(), raw["zero_or_fsdp"], stack.startswith(OLD)
     recipe = replace(recipe, sequence_parallel=said.startswith("y") or (not said.startswith("n") and not old))
     if "ZeRO-3" in cut or (cut == "" and stack.startswith(FULL)):
@@ -210,7 +210,7 @@ def as_stack(raw: dict[str, str], recipe: Recipe, stack: str) -> Recipe:
 
 
 def memory_kind(raw: dict[str, str], stack: str) -> str:
-    """What a row's memory figure is: as its notes say, else what its stack logs."""
+    """The kind of a row's memory figure: by its notes, else what its stack logs."""
     text = raw["notes"].casefold()
     for word, kind in (("reserved", "reserved"), ("allocated", "allocated"), ("nvidia-smi", "device")):
         if word in text:

@@ -1,10 +1,10 @@
-"""Whether an interval of `seatrial scale` covers, and what it costs beside `seatrial train`.
+"""Coverage of the intervals of `seatrial scale`, and its overhead over `seatrial train`.
 
     python bench/scale.py [--times 10] [--repeats 6] [--steps 20] [--pairs 5] [--out FILE]
 
-A virtual cluster of 1 and 2 nodes with one rank each. The whole measurement is repeated, each time from nothing: the
-mean of all efficiencies stands for the truth, and the interval of each should cover it. Then a run of `scale` and the
-same job under `train` take turns; compared are the mean time of a steady step and the whole process.
+A virtual cluster of 1 and 2 nodes with one rank each. The whole measurement is repeated from scratch; the
+mean of all efficiencies is taken as the true value, which each interval should cover. Then a run of `scale` and the
+same job under `train` alternate; compared are the mean steady step time and the duration of the whole process.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def seatrial(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def measured(folder: Path, seed: int, steps: int, repeats: int) -> dict[str, Any]:
-    """The report of one whole measurement."""
+    """The report of one measurement."""
     words = ["scale", "job.toml", "--nodes", "1,2", "--steps", str(steps), "--repeats", str(repeats)]
     done = seatrial(*words, "--precision", "2", "--seed", str(seed), "--fresh", "--json", cwd=folder)
     found: dict[str, Any] = json.loads(done.stdout)
@@ -61,7 +61,7 @@ def covering(folder: Path, times: int, steps: int, repeats: int) -> dict[str, An
 
 
 def overhead(folder: Path, pairs: int) -> dict[str, Any]:
-    """Ratios of `scale`'s own run to `train`, of the copy of the job that `scale` made."""
+    """Ratios of `scale`'s own run to `train` with the same copy of the job."""
     (copy, *_) = sorted((folder / "runs/.scale").glob("*/2-nodes-*.toml"))
     steps_s: dict[str, list[float]] = {"scale": [], "train": []}
     whole_s: dict[str, list[float]] = {"scale": [], "train": []}

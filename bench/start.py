@@ -1,11 +1,11 @@
-"""Time from `seatrial train` to the first finished step, 8 ranks, beside torchrun starting the same worker.
+"""Time from `seatrial train` to the first finished step of 8 ranks, compared with torchrun starting the same worker.
 
     python bench/start.py [--rounds 3] [--no-torchrun] [--slurm]
 
-Both run the first-voyage job's first step on the same virtual cluster of 8 CPU ranks, one after the other, in turns. The time
-is from the start of the command to the first line in metrics.jsonl, as the worker stamped it. The data is prepared
-beforehand, as it is on every start but the first. With --slurm also through sbatch and srun of a real Slurm that is started for it on
-this machine (root, slurm-wlm and munge): two of its nodes with four ranks each.
+Both run the first step of the first-voyage job on the same virtual cluster of 8 CPU ranks, alternating. The time
+is from the start of the command to the timestamp of the first line in metrics.jsonl. The data is already
+prepared, as on every start but the first. --slurm also measures sbatch and srun of a real Slurm that is started on
+this machine (root, slurm-wlm and munge): two nodes with four ranks each.
 """
 
 from __future__ import annotations

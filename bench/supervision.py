@@ -1,11 +1,11 @@
-"""What supervision and the RAM tier cost: CPU seconds a step of the first-voyage job, beside nobody supervising.
+"""CPU cost of supervision and in-memory snapshots: CPU seconds per step of the first-voyage job, compared with an unsupervised run.
 
     python bench/supervision.py [--rounds 3] [--first 6] [--last 30] [--out FILE]
 
-In turns: the same 8 ranks under torchrun (no agents of ours, no beats, no checks), supervised without snapshots, and
-supervised with a snapshot every 10 steps that is hashed and copied to the other node. Counted is the CPU time of all
-processes of the run between two steps; with more ranks than cores that is what a step's wall time is made of, and it is
-much steadier than wall time on a shared machine. Wall times are printed beside it.
+Alternating: the same 8 ranks under torchrun (none of our agents, heartbeats or checks), supervised without snapshots, and
+supervised with a snapshot every 10 steps that is hashed and copied to the other node. Measured is the CPU time of all
+processes of the run between two steps: with more ranks than cores it determines the wall time of a step, and is
+much less noisy on a shared machine. Wall times are printed too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HZ = os.sysconf("SC_CLK_TCK")
 
 
 def cpu_seconds(pids: set[int]) -> float:
-    """CPU time of the processes so far, and of the children that they have reaped."""
+    """CPU time of the processes so far, including reaped children."""
     total = 0
     for pid in pids:
         try:
@@ -43,7 +43,7 @@ def cpu_seconds(pids: set[int]) -> float:
 
 
 def agents_among(pids: set[int]) -> set[int]:
-    """Those that train nothing: agents, and the writing processes of checkpoints."""
+    """Processes that do not train: agents and checkpoint writers."""
     found = set()
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -54,7 +54,7 @@ def agents_among(pids: set[int]) -> set[int]:
 
 
 def measure(run: Running, mark: str | None, first: int, last: int) -> tuple[float, float, float]:
-    """(CPU seconds, wall seconds, CPU seconds of agents alone) a step between two steps."""
+    """(CPU seconds, wall seconds, agents' CPU seconds) per step, between two steps."""
 
     def pids() -> set[int]:
         if mark is not None:
@@ -104,7 +104,7 @@ def main() -> int:
         agents = statistics.median(a for *_, a in values)
         shown = ", ".join(f"{c:.3f}" for c, *_ in values)
         print(
-            f"{case:<11} {cpu[case]:.3f} CPU s a step ({shown}), {wall:.3f} s of wall time; "
+            f"{case:<11} {cpu[case]:.3f} CPU s per step ({shown}), {wall:.3f} s of wall time; "
             f"agents alone {agents:.4f} s, {agents / cpu[case]:.2%}"
         )
     ratios = {

@@ -1,13 +1,13 @@
-"""What the record of a run costs at 1,024 ranks: bytes a day on disk, and time of a step, by simulation.
+"""Cost of a run's records at 1,024 ranks: bytes per day on disk, and share of the step time, by simulation.
 
     python bench/telemetry.py [--steps-s 33.8 5.5 1.0] [--days 1] [--json]
 
-One rank, one node and one rank 0 write what they write in a run of that many days, with the writers that a run uses and
-values that vary as measured ones do; what is on disk afterwards is multiplied by the number of ranks and nodes. The
-step times: the reference voyage (Qwen2.5-72B on B300, `seatrial plan`) with a batch that grows with its GPUs; with the
+One rank, one node and one rank 0 write the records of that many days, with the production writers and
+realistically varying values; the resulting sizes are multiplied by the number of ranks and nodes. The
+step times: the reference job (Qwen2.5-72B on B300, `seatrial plan`) with a batch that grows with its GPUs; with the
 same batch on eight times the GPUs; and a small model. Times are CPU seconds of this machine.
 
-Then the process that samples a node runs for `--live` seconds, a sample a second, with the same series of 8 GPUs and 8
+Then the sampling process of a node runs for `--live` seconds, one sample per second, with the same series of 8 GPUs and 8
 ports, and is scraped each second.
 """
 
@@ -51,14 +51,14 @@ def size(path: Path) -> int:
 
 
 def cpu(do: Callable[[], object]) -> float:
-    """CPU seconds of this process in it."""
+    """Context that measures CPU seconds of this process."""
     began = time.process_time()
     do()
     return time.process_time() - began
 
 
 def stages(folder: RunFolder, steps: int, step_s: float) -> None:
-    """Tensor, pipeline and sharded data parallel: ten of the twelve stages take time, with noise of 2 %."""
+    """Stages of tensor, pipeline and sharded data parallel: ten of twelve are non-zero, with 2 % noise."""
     random = np.random.default_rng(1)
     shares = np.array([0.002, 0.01, 0.25, 0.45, 0.02, 0.001, 0.1, 0.08, 0.0, 0.07, 0.017, 0.0])
     noise = random.normal(1.0, 0.02, (steps, len(STAGES)))
@@ -69,7 +69,7 @@ def stages(folder: RunFolder, steps: int, step_s: float) -> None:
 
 
 def collectives(folder: RunFolder, steps: int, save_every: int) -> None:
-    """Each step alike, but for the comparison of weights every 10 steps and a save every `save_every`."""
+    """Equal steps, except for the comparison of weights every 10 steps and a save every `save_every`."""
     usual = {
         "tensor": (1280, 171_798_691_840),
         "shard": (320, 36_350_000_000),
@@ -85,7 +85,7 @@ def collectives(folder: RunFolder, steps: int, save_every: int) -> None:
 
 
 def rank_0(folder: RunFolder, steps: int, step_s: float) -> None:
-    """metrics.jsonl and ledger.jsonl."""
+    """Write metrics.jsonl and ledger.jsonl."""
     random = np.random.default_rng(2)
     metrics, ledger = MetricsWriter(folder), LedgerWriter(folder)
     for step in range(1, steps + 1):
@@ -102,7 +102,7 @@ def rank_0(folder: RunFolder, steps: int, step_s: float) -> None:
 
 
 def samples(days: float) -> Iterator[tuple[float, Row]]:
-    """Of a node whose GPUs train."""
+    """Telemetry samples of a node whose GPUs train."""
     random = np.random.default_rng(3)
     totals: Row = {}
 
@@ -166,7 +166,7 @@ def samples(days: float) -> Iterator[tuple[float, Row]]:
 
 
 def telemetry(folder: RunFolder, days: float) -> tuple[int, int, int, float, float]:
-    """(series, bytes of all samples, of the same thinned, CPU seconds a sample, of tidying a chunk)."""
+    """(series, bytes of all samples, bytes when thinned, CPU seconds per sample, CPU seconds to tidy a chunk)."""
     writer, took, tidied, chunks = TelemetryWriter(folder, 0, EVERY_S), 0.0, 0.0, 0
     end = START + days * DAY_S
     for at, row in samples(days):
@@ -182,7 +182,7 @@ def telemetry(folder: RunFolder, days: float) -> tuple[int, int, int, float, flo
 
 
 def of_day(step_s: float, days: float) -> dict[str, object]:
-    """Bytes a day of each record, for all ranks and nodes, and the share of a step that writing takes in a rank."""
+    """Bytes per day of each record over all ranks and nodes, and the share of a rank's step time for writing."""
     steps = int(days * DAY_S / step_s)
     with tempfile.TemporaryDirectory() as name:
         folder = RunFolder(Path(name))
@@ -223,7 +223,7 @@ def of_day(step_s: float, days: float) -> dict[str, object]:
 
 
 def live(seconds: int) -> tuple[float, float, int, float]:
-    """CPU seconds of the sampling process a sample without and with a scrape, lines of the answer, MiB of its memory."""
+    """(CPU seconds per sample without and with a scrape, lines of the response, MiB of memory) of the sampling process."""
     rows = [row for _, row in samples(0.01)]
     with tempfile.TemporaryDirectory() as name, socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -269,10 +269,10 @@ def main() -> int:
         if args.json:
             print(json.dumps(found))
             continue
-        print(f"{RANKS:,} ranks, {step_s:g} s a step, {args.days:g} days:")
+        print(f"{RANKS:,} ranks, {step_s:g} s per step, {args.days:g} days:")
         for name, volume in found["bytes_a_day"].items():
-            print(f"  {name:20} {volume / 1e6:8.1f} MB a day")
-        print(f"  {'sum':20} {found['sum'] / 1e6:8.1f} MB a day (limit {LIMIT_BYTES / 1e6:,.0f})")
+            print(f"  {name:20} {volume / 1e6:8.1f} MB per day")
+        print(f"  {'sum':20} {found['sum'] / 1e6:8.1f} MB per day (limit {LIMIT_BYTES / 1e6:,.0f})")
         print(
             f"  {'telemetry, thinned':20} {found['telemetry_thinned'] / 1e6:8.1f} MB of that stay after a day"
         )

@@ -1,11 +1,11 @@
-"""How fast `seatrial data prepare` tokenises, by the number of its processes.
+"""Throughput of `seatrial data prepare` by number of worker processes.
 
     python bench/tokenise.py [--megabytes 50] [--workers 1 2] [--repeat 3] [--out FIGURES.json]
 
-The text is the Python library, again and again, as one JSONL file; the tokenizer is a byte-level BPE of 16,000 ids trained on
-a part of it. Beside it in the same run: the `tokenizers` library alone on the same text in one thread, which is what one
-worker cannot be faster than. Each worker is one thread, so the CPU seconds say what sharing out the work costs even where
-the cores are not free.
+The text is the Python library, repeated, as one JSONL file; the tokenizer is a byte-level BPE of 16,000 ids trained on
+a part of it. The reference in the same run is the `tokenizers` library alone on the same text in one thread, the upper bound of
+one worker. Each worker is one thread, so CPU seconds show the cost of distributing the work even if
+cores are busy.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def make(folder: Path, megabytes: int) -> tuple[Path, Path]:
 
 
 def cpu_s() -> float:
-    """CPU seconds of this process and of those it has waited for."""
+    """CPU seconds of this process and its reaped children."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(u.ru_utime + u.ru_stime for u in used)
 
@@ -101,7 +101,7 @@ def main() -> None:
                 tokens = store.n_tokens
     print(f"{megabytes:.0f} MB of JSONL, {tokens / 1e6:.1f} M tokens, {len(os.sched_getaffinity(0))} cores")
     base = min(alone)
-    print(f"tokenizers alone, one thread   {base:7.2f} s {megabytes / base:8.1f} MB/s")
+    print(f"tokenizers only, one thread    {base:7.2f} s {megabytes / base:8.1f} MB/s")
     figures: dict[str, object] = {"megabytes": megabytes, "tokens": tokens, "alone_s": alone}
     for n in args.workers:
         wall, cpu = min(walls[n]), statistics.median(cpus[n])

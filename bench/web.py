@@ -1,12 +1,12 @@
-"""How fast a run of a month on 1,024 GPUs is shown, in the terminal and in browsers, and what 50 browsers cost a live run.
+"""Time to show a month's run on 1,024 GPUs in the terminal and in browsers, and the cost of 50 browsers for a live run.
 
-    python bench/web.py [--root FOLDER] [--turns 3] [--live 4] [--steps 10] [--note TEXT]
+    python bench/web.py [--root FOLDER] [--turns 3] [--live 40] [--seconds 4] [--note TEXT]
 
-The folder is that of bench/month.py, made in FOLDER (default: a temporary one) unless it is there, and shown as running:
-this process holds its lock and adds a step a second where browsers watch. Times are of the wall clock and, beside them, CPU
-seconds of the process that is measured, which a busy machine stretches less: limits are judged on the CPU where it is
-busier than its cores, and the table says so. A cold server has just begun to listen. `--live`: turns of a small virtual
-cluster's run with and without a server and 50 streams at nice 19. The table is also added to bench/LOG.md.
+The folder is that of bench/month.py, created in FOLDER (default: a temporary one) if it does not exist, and shown as running:
+this process holds its lock and adds a step per second while browsers watch. Printed are wall-clock time and CPU
+time of the measured process, which depends less on other load: limits apply to CPU time if the machine is
+overloaded, which the table notes. A cold server has just started listening. `--live`: turns of a small virtual
+cluster's run with a server and 50 streams at nice 19, running and stopped. The table is also appended to bench/LOG.md.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ import http.client
 import importlib.util
 import itertools
 import json
+import math
 import os
 import re
+import signal
 import socket
 import statistics
 import subprocess
@@ -89,7 +91,7 @@ class Row:
 
 
 def command(turns: int, *words: str, limit: float | None) -> Row:
-    """The least of several runs: what disturbs only adds."""
+    """Minimum of several runs: disturbances only add."""
     found = []
     for _ in range(turns):
         began = time.monotonic()
@@ -109,7 +111,7 @@ def command(turns: int, *words: str, limit: float | None) -> Row:
 
 
 class Served:
-    """`seatrial watch --web` of one run, and a client of it."""
+    """`seatrial watch --web` of one run, with a client."""
 
     def __init__(self, folder: RunFolder) -> None:
         words = [sys.executable, "-m", "seatrial", "watch", str(folder.path), "--web", "--port", "0"]
@@ -170,7 +172,7 @@ class Served:
             what, time.monotonic() - began, self.cpu() - before, None if whole else LIMITS["first page"]
         )
 
-    def end(self) -> None:
+    def close(self) -> None:
         self.http.close()
         self.process.terminate()
         self.process.wait(timeout=60)
@@ -193,7 +195,7 @@ class Stream:
         raise RuntimeError("the stream ended")
 
     def drain(self, until: float) -> int:
-        """Bytes that come until then, by the monotonic clock."""
+        """Bytes received until `until` (time.monotonic)."""
         total = 0
         self._socket.settimeout(0.2)
         while time.monotonic() < until:
@@ -210,7 +212,7 @@ class Stream:
 
 
 def pages(served: Served, folder: RunFolder) -> list[Row]:
-    """Every page and kind of data, the slowest of a kind; as one browser asks for them, one after the other."""
+    """Every page and kind of data, the slowest of each kind, requested in sequence as by one browser."""
     names = (
         "ranks",
         "step",
@@ -247,7 +249,7 @@ def pages(served: Served, folder: RunFolder) -> list[Row]:
 
 @contextlib.contextmanager
 def growing(folder: RunFolder) -> Iterator[None]:
-    """Inside, the run does a step a second, as its rank 0 would record them."""
+    """Context in which the run records a step per second, as its rank 0 would."""
     last = read_brief(folder).last
     assert last is not None
     (newest,) = recent_ledger(folder, 1)
@@ -277,8 +279,8 @@ def growing(folder: RunFolder) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def browsers(served: Served, count: int) -> Iterator[None]:
-    """Inside, so many streams are read, by one process at nice 19."""
+def browsers(served: Served, count: int) -> Iterator[subprocess.Popen[bytes]]:
+    """Context in which one process at nice 19 reads `count` streams."""
     code = "import sys; sys.path.insert(0, sys.argv[1]); import web; web.watch(*sys.argv[2:])"
     words = [
         sys.executable,
@@ -294,14 +296,14 @@ def browsers(served: Served, count: int) -> Iterator[None]:
     try:
         if process.stdout.readline().strip() != b"watching":
             raise RuntimeError("the browsers did not get their first data")
-        yield
+        yield process
     finally:
         process.kill()
         process.wait()
 
 
 def watch(port: str, name: str, count: str) -> None:
-    """In a process of its own: reads so many streams until it is killed, or they end."""
+    """Process entry: reads the streams until it is killed or they end."""
     import selectors
 
     chosen = selectors.DefaultSelector()
@@ -340,54 +342,46 @@ def crowd(served: Served, seconds: float) -> list[Row]:
 # -- a live run
 
 
-def live(turns: int, steps: int) -> list[Row]:
-    """Steps of a run with and without a server and browsers, in turns; who is first changes."""
-    ratios, shares, times = [], [], []
+def live(turns: int, seconds: float) -> list[Row]:
+    """Steps of a run watched by 50 browsers, and with server and browsers stopped (SIGSTOP), in turns; who is first changes."""
+    logs, shares, times = [], [], []
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
         (place / "job.toml").write_text(preset_text("first-voyage"))
         resolve_stores(load_job(place / "job.toml", SMALL).data, data_cache(place), place)
         with trained(place, "live", overrides=SMALL) as run:
             run.wait_step(5)
-            folder = RunFolder(run.folder)
-            for turn in range(turns):
-                found = {}
-                for watched in (False, True) if turn % 2 else (True, False):
-                    with watching(folder) if watched else contextlib.nullcontext() as served:
-                        before = None if served is None else (time.monotonic(), served.cpu())
-                        found[watched] = median_step(run, steps)
-                        if served is not None and before is not None:
-                            shares.append((served.cpu() - before[1]) / (time.monotonic() - before[0]))
-                ratios.append(found[True] / found[False])
-                times.append(found[False])
-                print(
-                    f"turn {turn}: {found[False]:.3f} s, watched {found[True]:.3f} s",
-                    file=sys.stderr,
-                    flush=True,
-                )
-    spread = f"{min(ratios):.3f} to {max(ratios):.3f} of {turns} turns of {steps} steps of {statistics.median(times):.2f} s"
+            served = Served(RunFolder(run.folder))
+            with contextlib.closing(served), browsers(served, BROWSERS) as crowd:
+                for turn in range(turns):
+                    found = {}
+                    for watched in (False, True) if turn % 2 else (True, False):
+                        for process in (served.process, crowd):
+                            process.send_signal(signal.SIGCONT if watched else signal.SIGSTOP)
+                        time.sleep(1.0)  # what was missed is caught up with
+                        before, began = served.cpu(), time.monotonic()
+                        found[watched] = mean_step(run, seconds)
+                        if watched:
+                            shares.append((served.cpu() - before) / (time.monotonic() - began))
+                    logs.append(math.log(found[True] / found[False]))
+                    times.append(found[False])
+                for process in (served.process, crowd):
+                    process.send_signal(signal.SIGCONT)
+    ratio, error = math.exp(statistics.mean(logs)), statistics.stdev(logs) / math.sqrt(turns)
+    spread = f"standard error {error:.4f}, {turns} turns of {seconds:.0f} s, steps of {statistics.median(times):.3f} s"
     return [
-        Row(f"step of a live run watched by {BROWSERS} to one unwatched, median ({spread})", statistics.median(ratios), None,
+        Row(f"step of a live run watched by {BROWSERS} to one unwatched, mean ({spread})", ratio, None,
             LIMITS["ratio"], "ratio"),
-        Row("CPU seconds a second of its server", statistics.median(shares), None, None, "ratio"),
+        Row("CPU seconds a second of its server", statistics.mean(shares), None, None, "ratio"),
     ]  # fmt: skip
 
 
-@contextlib.contextmanager
-def watching(folder: RunFolder) -> Iterator[Served]:
-    served = Served(folder)
-    try:
-        with browsers(served, BROWSERS):
-            time.sleep(3.0)  # what a beginning costs is over
-            yield served
-    finally:
-        served.end()
-
-
-def median_step(run: Running, steps: int) -> float:
-    first = run.steps()[-1]["step"] + 1  # the one in progress began before
-    run.wait_step(first + steps)
-    return statistics.median(r["step_time_s"] for r in run.steps() if first < r["step"] <= first + steps)
+def mean_step(run: Running, seconds: float) -> float:
+    """Mean seconds of the steps within so many seconds from now, the slowest tenth left out: other programs' doing."""
+    began = time.time()
+    time.sleep(seconds)  # nothing is read meanwhile
+    taken = sorted(r["step_time_s"] for r in run.steps() if r["time"] - r["step_time_s"] > began)
+    return statistics.mean(taken[: len(taken) - len(taken) // 10])
 
 
 def shown(rows: list[Row]) -> str:
@@ -406,8 +400,10 @@ def main() -> int:
     )
     parser.add_argument("--root", type=Path)
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--live", type=int, default=4, help="turns of the live run; 0: none")
-    parser.add_argument("--steps", type=int, default=10, help="steps of such a turn")
+    parser.add_argument("--live", type=int, default=40, help="turns of the live run; 0: none")
+    parser.add_argument(
+        "--seconds", type=float, default=4.0, help="of such a turn, watched and unwatched each"
+    )
     parser.add_argument("--note", default="", help="a sentence for the log")
     options = parser.parse_args()
     rows: list[Row] = []
@@ -425,16 +421,16 @@ def main() -> int:
             place = stack.enter_context(tempfile.TemporaryDirectory())
             rows.append(command(1, "report", run, "--out", f"{place}/report.html", limit=None))
         served = Served(folder)
-        stack.callback(served.end)
-        rows.append(served.first_page("first page with its data, cold server"))
-        rows.append(served.first_page("and with ranks, goodput, telemetry", whole=True))
-        rows.append(served.first_page("first page with its data, warm server"))
+        stack.callback(served.close)
+        rows.append(served.first_page("first page with data, cold server"))
+        rows.append(served.first_page("first page with ranks, goodput and telemetry", whole=True))
+        rows.append(served.first_page("first page with data, warm server"))
         rows += pages(served, folder)
         with growing(folder):
             rows += crowd(served, 20.0)
         rows.append(Row("peak memory of the server", served.peak_bytes(), None, LIMITS["memory"], "B"))
     if options.live:
-        rows += live(options.live, options.steps)
+        rows += live(options.live, options.seconds)
     table = shown(rows)
     print(table)
     with open(_LOG, "a") as log:

@@ -57,14 +57,14 @@ verbs:
   scale        measure the job's speed at several numbers of nodes
   data         prepare text for training
   train        run a job; the same command again resumes it
-  attach       follow a run to its end, whatever runs it
+  attach       follow a run to its end, wherever it runs
   status       show the state of a run, also as its scheduler sees it
   stop         save the state of a run and end it
   agent        run the agent of one node, as schedulers start it
   drill        inject faults into copies of the job and judge each recovery
   ls           list the runs here and their states
   watch        show a run from its folder
-  report       report on a run: plan against reality, where the time went, failures, cost
+  report       report on a run: plan and measurement, goodput, failures, cost
   bundle       archive a run's records and logs for support, without secrets
   logs         show the logs of a run's ranks and agents
   verify       verify a checkpoint, or a whole run with its samples

@@ -67,7 +67,7 @@ def test_once(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
         "  grad norm    0.50",
         "  tokens       48",
         "  speed        64 tokens/s (median), 32 a rank, MFU 25.0 %",
-        "  memory       1 GiB (rank that uses most)",
+        "  memory       1 GiB (highest of any rank)",
         "  ledger       3 steps, every sample seen once",
         "  folder       runs/a-run",
         "  last events",

@@ -36,12 +36,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
         cluster.close()
 
 
-@pytest.fixture(params=["cpu", "cuda"], ids=["forked", "executed"])
-def device(request: pytest.FixtureRequest) -> str:
-    """Both ways in which ranks are started. "cuda" is pretended: the stand-ins do not compute."""
-    return str(request.param)
-
-
 def suspend(pid: int) -> None:
     """SIGSTOP, until it has taken effect: no descriptor tells of that, so the state is read again and again."""
     os.kill(pid, signal.SIGSTOP)
@@ -50,6 +44,7 @@ def suspend(pid: int) -> None:
         assert time.monotonic() < deadline
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])  # "cuda" is pretended: the stand-ins do not compute
 def test_ranks_get_torchruns_environment_and_end_well(start: Start, device: str) -> None:
     cluster = start(device=device)
     cluster.wait_ranks()
@@ -96,8 +91,8 @@ def test_ranks_get_torchruns_environment_and_end_well(start: Start, device: str)
     assert cluster.left() == []
 
 
-def test_killed_rank_is_named_within_5_s_and_nothing_remains(start: Start, device: str) -> None:
-    cluster = start(device=device)
+def test_killed_rank_is_named_within_5_s_and_nothing_remains(start: Start) -> None:
+    cluster = start()
     cluster.wait_ranks()
     cluster.remember(cluster.ranks[3].ask("spawn"))
     cluster.remember(cluster.ranks[0].ask("spawn"))
@@ -119,8 +114,8 @@ def test_killed_rank_is_named_within_5_s_and_nothing_remains(start: Start, devic
     assert cluster.left() == []
 
 
-def test_ranks_that_do_not_answer_are_killed(start: Start, device: str) -> None:
-    cluster = start(device=device)
+def test_ranks_that_do_not_answer_are_killed(start: Start) -> None:
+    cluster = start()
     cluster.wait_ranks()
     assert cluster.ranks[1].ask("deaf") == "deaf"
     suspend(cluster.ranks[2].pid)
@@ -132,8 +127,8 @@ def test_ranks_that_do_not_answer_are_killed(start: Start, device: str) -> None:
     assert cluster.left() == []
 
 
-def test_failure_contains_traceback_of_an_uncaught_exception(start: Start, device: str) -> None:
-    cluster = start(device=device)
+def test_failure_contains_traceback_of_an_uncaught_exception(start: Start) -> None:
+    cluster = start()
     cluster.wait_ranks()
     cluster.ranks[2].tell("raise")
     failure = cluster.result()["outcome"]["failure"]
@@ -170,8 +165,8 @@ def test_bad_input_found_by_a_rank_is_exit_2(start: Start) -> None:
     assert outcome["failure"]["hint"] == "do it otherwise"
 
 
-def test_kill_9_of_an_agent_is_a_failure_of_its_node(start: Start, device: str) -> None:
-    cluster = start(device=device)
+def test_kill_9_of_an_agent_is_a_failure_of_its_node(start: Start) -> None:
+    cluster = start()
     cluster.wait_ranks()
     cluster.remember(cluster.ranks[2].ask("spawn"))
     os.kill(cluster.find(AGENT, node=1), signal.SIGKILL)
@@ -192,8 +187,8 @@ def test_kill_9_of_a_fork_server_is_a_failure_of_its_node(start: Start) -> None:
 
 
 @pytest.mark.parametrize("stopped_agent", [False, True])
-def test_kill_9_of_the_driver_leaves_nothing(start: Start, device: str, stopped_agent: bool) -> None:
-    cluster = start(device=device)
+def test_kill_9_of_the_driver_leaves_nothing(start: Start, stopped_agent: bool) -> None:
+    cluster = start()
     cluster.wait_ranks()
     cluster.remember(cluster.ranks[1].ask("spawn"))
     if stopped_agent:
@@ -216,10 +211,10 @@ def test_kill_9_of_driver_then_agents_leaves_nothing(start: Start, apart_s: floa
     assert cluster.left() == []
 
 
-def test_kill_9_of_all_but_the_ranks_at_once_leaves_no_rank(start: Start, device: str) -> None:
-    cluster = start(device=device)
+def test_kill_9_of_all_but_the_ranks_at_once_leaves_no_rank(start: Start) -> None:
+    cluster = start()
     cluster.wait_ranks()
-    nurseries = [cluster.find(FORK_SERVER, node=n) for n in (0, 1)] if device == "cpu" else []
+    nurseries = [cluster.find(FORK_SERVER, node=n) for n in (0, 1)]
     agents = [cluster.find(AGENT, node=n) for n in (0, 1)]
     above = [*nurseries, *agents, cluster.driver.pid]  # upwards, so that none lives to clean up after another
     for pid in above:

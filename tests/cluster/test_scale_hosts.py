@@ -144,7 +144,7 @@ def test_a_slow_rank_and_slow_data_are_named(
     assert first["share"] > 0.5
     if kind == "straggler":
         assert [Path(p).name for p in found["traces"]] == ["rank0.trace.json.gz", f"rank{SICK}.trace.json.gz"]
-        assert found["discarded"][-1]["problem"] == "it was traced, and does not count"
+        assert found["discarded"][-1]["problem"] == "a traced run does not count"
 
 
 @pytest.mark.long  # planted in the simulated frontiers too: tests/sim/test_scaling_causes.py

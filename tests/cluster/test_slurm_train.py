@@ -34,7 +34,7 @@ LAYOUT = (
     "parallel.replicate=4",
 )
 SLURM = (*LAYOUT, "cluster.launcher=slurm", "resilience.preempt_grace_s=15")
-LONG = ("train.steps=150", "checkpoint.every_steps=10")  # long enough for a node to be lost in its midst
+LONG = ("train.steps=80", "checkpoint.every_steps=10")  # long enough for a node to be lost in its midst
 LIMITED_STEPS = 400  # longer than Slurm's shortest time limit
 LIMITED = (f"train.steps={LIMITED_STEPS}", "checkpoint.every_steps=10")
 _WITHIN_S = 300.0

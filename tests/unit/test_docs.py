@@ -124,7 +124,7 @@ def test_the_manifest_is_documented() -> None:
 
 
 def test_the_table_of_states_is_documented() -> None:
-    text = part(read("docs/run-folder.md"), "How a run stands")
+    text = part(read("docs/run-folder.md"), "The state of a run")
     assert [row[0].strip("`") for row in rows(text)] == [row.state for row in TABLE]
     assert [tuple(row[1:]) for row in rows(text)] == [(row.when, row.reason) for row in TABLE]
 
@@ -289,7 +289,7 @@ def test_every_layer_is_in_the_picture_in_its_order() -> None:
             match = re.compile(rf"^ +(?:[a-z]+ *\| *)*{name}\b", re.MULTILINE).search(text)
             assert match is not None, f"no layer {name}"
             line = text.rfind("\n", 0, match.start() + 1) + 1
-            assert line >= place, f"{name} stands too high"
+            assert line >= place, f"{name} comes too early"
         place = line
 
 

@@ -77,7 +77,7 @@ class File:
 
 @dataclass(frozen=True)
 class Part:
-    """Where one box of a tensor is."""
+    """The location of one box of a tensor."""
 
     file: str
     offsets: tuple[int, ...]

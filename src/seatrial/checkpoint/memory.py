@@ -38,7 +38,7 @@ class Snapshot:
 
     rank: int
     step: int  # finished
-    generation: int  # that trained it
+    generation: int  # generation that trained it
     layout: str  # `layout_key`
     bytes: int
     hash: str  # XXH3-128 of all of it
@@ -54,7 +54,7 @@ class Snapshot:
         return asdict(self)
 
     def summary(self) -> dict[str, Any]:
-        """As `to_message`, without the index, which is long."""
+        """Like `to_message`, without the long index."""
         return {key: value for key, value in asdict(self).items() if key != "index"}
 
     @classmethod

@@ -36,7 +36,7 @@ class Place(Protocol):
         ...
 
     def where(self, step: int) -> str:
-        """The address of one checkpoint, for people."""
+        """The address of one checkpoint, for display."""
         ...
 
     def steps(self) -> list[int]:
@@ -59,7 +59,7 @@ class Place(Protocol):
         ...
 
     def is_verified(self, step: int) -> bool:
-        """Whether it was read back when it was written, or verified since. Raises Damaged."""
+        """Whether it was read back after writing, or verified since. Raises Damaged."""
         ...
 
     def mark_verified(self, step: int) -> None:
@@ -114,7 +114,7 @@ class Place(Protocol):
         ...
 
     def abandon(self, step: int, generation: int, *, origin: str = "") -> None:
-        """Remove what was written of a checkpoint that will not be completed, best effort."""
+        """Remove the files of a checkpoint that will not be completed, best effort."""
         ...
 
     def set_aside(self, step: int, why: str) -> str:

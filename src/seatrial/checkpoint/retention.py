@@ -24,10 +24,10 @@ class Retained(Protocol):
 
 @dataclass
 class Retired:
-    """What retention did."""
+    """The result of retention."""
 
     removed: list[str] = field(default_factory=list)  # names
-    problems: list[str] = field(default_factory=list)  # what it found damaged, or could not verify or remove
+    problems: list[str] = field(default_factory=list)  # damaged checkpoints, and failures to verify or remove
 
 
 def retire(

@@ -43,7 +43,7 @@ Count = Callable[[int], None]  # bytes that were compared
 
 
 class InPlace:
-    """A checkpoint in the place where its run keeps them."""
+    """A checkpoint in its run's place."""
 
     def __init__(self, place: Place, step: int) -> None:
         self.place, self.step = place, step
@@ -100,7 +100,7 @@ Checkpoint = InPlace | InFolder
 
 
 @dataclass(frozen=True)
-class Found:
+class CheckpointReport:
     """One checkpoint as found. Without a readable manifest, the fields that only it contains are None or 0."""
 
     where: str  # path or address
@@ -116,24 +116,24 @@ class Found:
 
     @property
     def usable(self) -> bool:
-        """Whether a run could resume from it, as far as is known."""
+        """Whether a run could resume from it, if known."""
         return self.state in ("verified", "not verified")
 
 
-def describe(checkpoint: Checkpoint) -> Found:
+def describe(checkpoint: Checkpoint) -> CheckpointReport:
     """Describe a checkpoint from its manifest; its files are not read. Raises StorageError."""
     step = checkpoint.step if isinstance(checkpoint, InPlace) else step_of(checkpoint.folder)
     try:
         manifest = checkpoint.manifest()
         verified = checkpoint.was_verified()
     except Damaged as error:
-        return Found(checkpoint.where, "damaged", step, problems=[error.message])
+        return CheckpointReport(checkpoint.where, "damaged", step, problems=[error.message])
     except OtherVersion as error:
-        return Found(checkpoint.where, "other version", step, problems=[error.message])
-    return _found(checkpoint.where, manifest, "verified" if verified else "not verified")
+        return CheckpointReport(checkpoint.where, "other version", step, problems=[error.message])
+    return _report_of(checkpoint.where, manifest, "verified" if verified else "not verified")
 
 
-def examine(checkpoint: Checkpoint, count: Count | None = None) -> Found:
+def examine(checkpoint: Checkpoint, count: Count | None = None) -> CheckpointReport:
     """Read every file of it and report each that is damaged. Raises StorageError if the storage does not answer."""
     found = replace(describe(checkpoint))
     if not found.usable:
@@ -161,9 +161,9 @@ def examine(checkpoint: Checkpoint, count: Count | None = None) -> Found:
     return replace(found, state="damaged" if problems else "verified", problems=problems)
 
 
-def _found(where: str, manifest: Manifest, state: State) -> Found:
+def _report_of(where: str, manifest: Manifest, state: State) -> CheckpointReport:
     ranks = manifest.layout.get("world_size")
-    return Found(
+    return CheckpointReport(
         where=where,
         state=state,
         step=manifest.progress.step,

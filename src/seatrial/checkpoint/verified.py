@@ -310,7 +310,7 @@ def verify(folder: Path, part: int = 0, parts: int = 1) -> Manifest:
 def verify_source(
     source: Source, manifest: Manifest, part: int = 0, parts: int = 1, *, stop: Stop | None = None
 ) -> Manifest:
-    """As `verify`, of the files that `source` has, with their manifest."""
+    """Like `verify`, for the files of `source` with their manifest."""
     files = VerifiedFiles(source, manifest.files)
     try:
         files.verify(part, parts, stop=stop)

@@ -1,4 +1,4 @@
-"""What a rank saves. `staging.AsyncWriter` writes it."""
+"""The state that a rank saves. `staging.AsyncWriter` writes it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SaveFailed(SeatrialError):
 
 
 class PeerSaveFailed(SaveFailed):
-    """As SaveFailed, in a rank that could write its own part: another rank knows the reason."""
+    """Like SaveFailed, in a rank that wrote its own part: another rank knows the reason."""
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class Writer:
         """`memory`: descriptor of the file that the rank stages into."""
         self._channel, self._memory = channel, memory
         self._orders: deque[Order] = deque()
-        self._retention: Order | None = None  # of the last commit, until it is done
+        self._retention: Order | None = None  # of the last commit, while in progress
         self._removed: list[str] = []  # by an interrupted retention, not reported yet
         self._places: dict[str, Place] = {}
 
@@ -110,7 +110,7 @@ class Writer:
         try:
             self._place(order["url"]).abandon(order["step"], order["generation"])
         except (OSError, SeatrialError) as error:  # the next start removes it
-            complain(f"what was written of step {order['step']} could not be removed: {error}")
+            complain(f"could not remove the files of the abandoned save of step {order['step']}: {error}")
 
     def _retire(self, order: Order) -> None:
         stopped = False

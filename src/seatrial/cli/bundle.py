@@ -19,9 +19,9 @@ from seatrial.ui.out import Out
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's arguments."""
     parser.description = (
-        "Archive the records and the ends of the logs of a run for support. Secrets are removed as far as their "
-        "names, formats or values give them away; MANIFEST.json in it lists what is in it and what was left out. Look at "
-        "it before you send it."
+        "Archive the records and the ends of the logs of a run for support. Secrets are removed if their "
+        "names, formats or values are recognised; its MANIFEST.json lists what is included and what was left out. Review "
+        "the archive before you send it."
     )
     parser.add_argument("run", metavar="RUN", help="path of a run folder, or the name of one in ./runs")
     parser.add_argument(
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         f"{folder.path.resolve().name}-bundle-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz"
     )
     if os.path.lexists(out) and (out.is_file() or out.is_dir()):
-        raise InputError(f"{out} exists already", hint="name another file with --out, or remove it")
+        raise InputError(f"{out} exists already", hint="give another file with --out, or remove it")
     if not out.parent.is_dir():
         raise InputError(f"there is no folder {out.parent}", hint="create it, or name another with --out")
     bundle = write_bundle(folder, out, summary_json(read_view(folder), time.time()), os.environ)
@@ -53,5 +53,5 @@ def run(args: argparse.Namespace) -> int:
     shown.pair("contains", f"{len(bundle.files)} files; {bundle.redactions} values redacted")
     for why, what in bundle.left_out.items():
         shown.pair("left out", f"{what['files']} files, {units.memory(what['bytes'])}: {why}")
-    shown.pair("next", "look at what is in it before you send it: no pattern knows every secret")
+    shown.pair("next", "review the archive before you send it: no pattern finds every secret")
     return EXIT_DONE

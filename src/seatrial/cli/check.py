@@ -154,7 +154,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.save_baseline is not None:
         from seatrial.check.judging.baseline import save_baseline
 
-        kept = _written(args.save_baseline, lambda path: save_baseline(report, path))
+        kept = _write_or_refuse(args.save_baseline, lambda path: save_baseline(report, path))
         print(f"{kept} measurements saved to {args.save_baseline}", file=sys.stderr)
     from seatrial.cli.check_apply import take_out
 
@@ -246,7 +246,7 @@ def _files(report: Report, orders: Sequence[Order], args: argparse.Namespace, jo
         from seatrial.check.reports import report_html
 
         page = report_html.page(report, orders)
-        _written(args.html, lambda path: atomic.write_output(path, page))
+        _write_or_refuse(args.html, lambda path: atomic.write_output(path, page))
         print(f"report: {args.html}", file=sys.stderr)
     if job is not None and report.check_run is not None:
         from seatrial.cli.check_measure import keep
@@ -258,7 +258,7 @@ def _files(report: Report, orders: Sequence[Order], args: argparse.Namespace, jo
 
         nodes = report_exclude.failed_nodes(report)
         form = report_exclude.slurm if args.exclude_file.endswith(".slurm") else report_exclude.hostfile
-        _written(args.exclude_file, lambda path: atomic.write_output(path, form(nodes)))
+        _write_or_refuse(args.exclude_file, lambda path: atomic.write_output(path, form(nodes)))
         print(f"{len(nodes)} nodes to exclude: {args.exclude_file}", file=sys.stderr)
         nameless = sum(f.verdict == "FAIL" and f.target.node is None for f in report.findings)
         if nameless and report.check_run is None:
@@ -268,7 +268,7 @@ def _files(report: Report, orders: Sequence[Order], args: argparse.Namespace, jo
             )
 
 
-def _written(file: str, write: Callable[[Path], T]) -> T:
+def _write_or_refuse(file: str, write: Callable[[Path], T]) -> T:
     try:
         return write(Path(file))
     except OSError as error:

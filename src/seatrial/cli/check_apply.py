@@ -1,4 +1,4 @@
-"""What `seatrial check` does about failed nodes: scheduler commands, printed or run."""
+"""Removal of failed nodes from the scheduler: commands printed or run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SLURM_JOB = "SLURM_JOB_ID"
 
 
 @dataclass(frozen=True)
-class TakenOut:
+class DrainResult:
     """The orders, and which of them were run. `failed`: one did not succeed, or all were refused."""
 
     orders: tuple[Order, ...]
@@ -34,7 +34,7 @@ def verify(args: argparse.Namespace, job: Job | None) -> None:
         raise InputError("--apply requires a scheduler", hint=hint)
 
 
-def take_out(report: Report, args: argparse.Namespace, job: Job | None) -> TakenOut:
+def take_out(report: Report, args: argparse.Namespace, job: Job | None) -> DrainResult:
     """The orders for the failed nodes; with --apply they are run, each reported on stderr.
 
     Raises InputError as verify() does, and with --apply if a node's name is invalid.
@@ -43,21 +43,21 @@ def take_out(report: Report, args: argparse.Namespace, job: Job | None) -> Taken
     schedulers = _schedulers(args, job)
     alone = report.check_run is not None and len(report.check_run.nodes) == 1
     if alone and len(schedulers) > 1 and not args.apply:
-        schedulers = ()  # a machine that checks itself, without a sign of belonging to a cluster
+        schedulers = ()  # a machine that checks itself and does not seem to belong to a cluster
     try:
         because = reasons(report)
     except InputError:
         if args.apply:
             raise
-        return TakenOut(())  # no order is possible for a name that no host can have
+        return DrainResult(())  # no order is possible for a name that no host can have
     wanted = [order for scheduler in schedulers for order in orders(scheduler, because)]
     if not args.apply or not wanted:
-        return TakenOut(tuple(wanted))
+        return DrainResult(tuple(wanted))
     if why := refusal(report, wanted, force=args.force):
         print(f"error: not applied: {why}", file=sys.stderr)
-        return TakenOut(tuple(wanted), failed=True)
+        return DrainResult(tuple(wanted), failed=True)
     done = carry_out(wanted, lambda text: print(text, file=sys.stderr, flush=True))
-    return TakenOut(tuple(done), failed=any(order.done is False for order in done))
+    return DrainResult(tuple(done), failed=any(order.done is False for order in done))
 
 
 def _schedulers(args: argparse.Namespace, job: Job | None) -> tuple[Scheduler, ...]:

@@ -20,7 +20,7 @@ from seatrial.ui.out import Out
 from seatrial.ui.table import print_table
 
 if TYPE_CHECKING:
-    from seatrial.checkpoint.survey import Found
+    from seatrial.checkpoint.survey import CheckpointReport
 
 SCHEMA_VERSION = 1
 COLUMNS = ("step", "size", "ranks", "state", "age", "where")
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     from seatrial.checkpoint.survey import places_of
 
     folder = RunFolder.find(args.run)
-    found: list[tuple[str, Found]] = []
+    found: list[tuple[str, CheckpointReport]] = []
     aside: list[dict[str, str]] = []
     problems: list[str] = []
     for role, place in places_of(folder):
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
             ]
         except SeatrialError as error:  # the other place may still answer
             problems.append(error.render())
-    # For the same step the main place first.
+    # For equal steps, the main place first.
     found.sort(key=lambda item: (-(item[1].step or 0), item[0] != "main"))
     now = time.time()
     if args.json:
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_FAILED if failed else EXIT_DONE
 
 
-def _in_place(place: Any, *, verify: bool, folder: RunFolder) -> list[Found]:
+def _in_place(place: Any, *, verify: bool, folder: RunFolder) -> list[CheckpointReport]:
     from seatrial.checkpoint.survey import InPlace, describe
 
     checkpoints = [InPlace(place, step) for step in place.steps()]
@@ -86,15 +86,15 @@ def _in_place(place: Any, *, verify: bool, folder: RunFolder) -> list[Found]:
     return [describe(checkpoint) for checkpoint in checkpoints]
 
 
-def examine_all(checkpoints: list[Any], *, live: bool) -> list[Found]:
+def examine_all(checkpoints: list[Any], *, live: bool) -> list[CheckpointReport]:
     """Read all of every checkpoint, with progress on stderr.
 
-    While the run is `live`, a checkpoint removed meanwhile by retention is left out; nothing is written next to any.
+    While the run is `live`, checkpoints removed by retention are left out, and no marker file is written.
     """
     from seatrial.checkpoint.survey import InPlace, describe, examine, mark
 
     known = [describe(checkpoint) for checkpoint in checkpoints]
-    examined: list[Found] = []
+    examined: list[CheckpointReport] = []
     total, before_it = sum(item.bytes for item in known), 0
     with Progress("verifying") as progress:
         for checkpoint, before in zip(checkpoints, known, strict=True):
@@ -124,8 +124,8 @@ def _counter(progress: Progress, done: int, total: int, where: str) -> Callable[
     return count
 
 
-def as_json(found: Found, now: float) -> dict[str, Any]:
-    """One checkpoint for programs."""
+def as_json(found: CheckpointReport, now: float) -> dict[str, Any]:
+    """One checkpoint as JSON."""
     return {
         "step": found.step,
         "state": found.state,
@@ -141,7 +141,11 @@ def as_json(found: Found, now: float) -> dict[str, Any]:
 
 
 def _print(
-    out: Out, folder: RunFolder, found: list[tuple[str, Found]], aside: list[dict[str, str]], now: float
+    out: Out,
+    folder: RunFolder,
+    found: list[tuple[str, CheckpointReport]],
+    aside: list[dict[str, str]],
+    now: float,
 ) -> None:
     if not found and not aside:
         out.line(f"{folder.path} has no complete checkpoint yet")
@@ -151,7 +155,7 @@ def _print(
     print_table(out, COLUMNS, rows, styles=STYLES)
 
 
-def _row(role: str, found: Found, now: float) -> list[str]:
+def _row(role: str, found: CheckpointReport, now: float) -> list[str]:
     return [
         "-" if found.step is None else str(found.step),
         units.memory(found.bytes) if found.files else "-",

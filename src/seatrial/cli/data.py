@@ -1,4 +1,4 @@
-"""`seatrial data`: create token stores, inspect them, check them, exchange them with Megatron."""
+"""`seatrial data`: create, inspect, verify, import and export token stores."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     make.add_argument(
         "--text-key", default="text", metavar="KEY", help="key (JSONL) or column (Parquet) of the text"
     )
-    make.add_argument("--shard-tokens", type=_positive, default=None, metavar="N", help="tokens a shard file")
+    make.add_argument(
+        "--shard-tokens", type=_positive, default=None, metavar="N", help="tokens per shard file"
+    )
     make.add_argument(
         "--workers",
         type=_positive,
@@ -55,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     make.add_argument("--json", action="store_true", help="print the summary as JSON")
 
     take = actions.add_parser(
-        "import", help="make a token store of a Megatron dataset (NAME.bin and NAME.idx)"
+        "import", help="make a token store from a Megatron dataset (NAME.bin and NAME.idx)"
     )
     take.add_argument("pair", metavar="NAME", help="NAME, NAME.bin or NAME.idx")
     take.add_argument("--out", required=True, metavar="FOLDER", help="path of the new token store")

@@ -32,13 +32,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", type=int, default=None, metavar="N", help="steps of each copy (default: 16)"
     )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the fault storm")
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="seed of the random choices of the storm"
+        "--seconds",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="duration of the fault storm in seconds (default: 30)",
     )
-    parser.add_argument(
-        "--seconds", type=float, default=30.0, metavar="S", help="seconds that the storm lasts (default: 30)"
-    )
-    parser.add_argument("--plain", action="store_true", help="lines only, also on a terminal")
+    parser.add_argument("--plain", action="store_true", help="plain lines, also on a terminal")
     parser.add_argument("--json", action="store_true", help="print the report as JSON on stdout")
 
 

@@ -72,7 +72,7 @@ def _choose(folder: RunFolder, args: argparse.Namespace) -> tuple[int, list[Log]
     there = generations(folder)
     if args.generation is not None and args.generation not in there:
         what = f"{folder.path} has no logs of generation {args.generation}"
-        raise InputError(what, hint=_there("generation", there))
+        raise InputError(what, hint=_available("generation", there))
     generation = args.generation or (there[-1] if there else 0)
     every = logs_of(folder, generation)
     logs = _selected(every, args)
@@ -84,10 +84,10 @@ def _choose(folder: RunFolder, args: argparse.Namespace) -> tuple[int, list[Log]
             f"nothing has been logged in {folder.path} yet", hint=f"see `seatrial watch {folder.path} --once`"
         )
     if args.rank is None:
-        asked, hint = f"node {args.node}", _there("node", [log.node for log in every])
+        asked, hint = f"node {args.node}", _available("node", [log.node for log in every])
     else:
         asked = f"rank {args.rank}" + (f" on node {args.node}" if args.node is not None else "")
-        hint = _there("rank", [log.rank for log in every if log.rank is not None])
+        hint = _available("rank", [log.rank for log in every if log.rank is not None])
         here = [f"node {log.node}" for log in every if log.rank == args.rank]
         others = [g for g in there if any(log.rank == args.rank for log in logs_of(folder, g))]
         if here or others:
@@ -108,7 +108,7 @@ def _selected(logs: list[Log], args: argparse.Namespace) -> list[Log]:
     ]
 
 
-def _there(noun: str, numbers: list[int]) -> str:
+def _available(noun: str, numbers: list[int]) -> str:
     return f"there: {_numbers(noun, numbers)}" if numbers else f"no {noun} has logs there yet"
 
 

@@ -40,7 +40,7 @@ VERBS = {
     "scale": ("seatrial.cli.scale", "measure the job's speed at several numbers of nodes"),
     "data": ("seatrial.cli.data", "prepare text for training"),
     "train": ("seatrial.cli.train", "run a job; the same command again resumes it"),
-    "attach": ("seatrial.cli.attach", "follow a run to its end, whatever runs it"),
+    "attach": ("seatrial.cli.attach", "follow a run to its end, wherever it runs"),
     "status": ("seatrial.cli.status", "show the state of a run, also as its scheduler sees it"),
     "stop": ("seatrial.cli.stop", "save the state of a run and end it"),
     "agent": ("seatrial.cli.agent", "run the agent of one node, as schedulers start it"),
@@ -49,7 +49,7 @@ VERBS = {
     "watch": ("seatrial.cli.watch", "show a run from its folder"),
     "report": (
         "seatrial.cli.report",
-        "report on a run: plan against reality, where the time went, failures, cost",
+        "report on a run: plan and measurement, goodput, failures, cost",
     ),
     "bundle": ("seatrial.cli.bundle", "archive a run's records and logs for support, without secrets"),
     "logs": ("seatrial.cli.logs", "show the logs of a run's ranks and agents"),

@@ -37,8 +37,8 @@ _MOST_NODES, _MOST_RUNS = 100_000, 20
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's arguments."""
     parser.description = (
-        "Predict a job: whether its layout fits and how fast it is, the best layouts that the rules allow, when the run ends, how "
-        "it scales, what the network must carry, what would change any of it. Nothing is started. "
+        "Predict a job: whether its layout fits, its speed, the best layouts that the rules allow, when the run ends, how "
+        "it scales, its network demand, and possible improvements. Nothing is started. "
         "Exit code: 0, 1 if the job's own layout does not fit, 2 for bad input."
     )
     parser.add_argument("job", type=Path, metavar="JOB", help="job file (see `seatrial init`)")
@@ -46,11 +46,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--set", action="append", default=[], metavar="KEY=VALUE", help="replace one key of the job"
     )
     where = parser.add_argument_group("hardware")
-    where.add_argument("--network", metavar="NAME", help="between nodes, such as 'InfiniBand NDR 8x400'")
     where.add_argument(
-        "--storage-gb-s", type=float, metavar="RATE", help="of the storage of checkpoints, GB/s (20, assumed)"
+        "--network", metavar="NAME", help="network between nodes, such as 'InfiniBand NDR 8x400'"
     )
-    where.add_argument("--price", type=float, metavar="P", help="of a GPU hour, in any currency")
+    where.add_argument(
+        "--storage-gb-s",
+        type=float,
+        metavar="RATE",
+        help="rate of the checkpoint storage, GB/s (20, assumed)",
+    )
+    where.add_argument("--price", type=float, metavar="P", help="price of a GPU hour, in any currency")
     where.add_argument(
         "--stack",
         metavar="NAME",
@@ -109,7 +114,8 @@ def run(args: argparse.Namespace) -> int:
     place = _place(args, job, measured)
     calibration = measured.calibration(shipped())
     if job.is_open:
-        job = _settled(args, job, place, calibration)
+        with _searching(args):
+            job = _settled(args, job, place, calibration)
     if args.fit:
         return _fit(args, job, place, calibration)
     if wishes.storage_gb_s is None and measured.storage_gb_s is not None:
@@ -121,14 +127,17 @@ def run(args: argparse.Namespace) -> int:
     # Show the plan before anything slow begins.
     if not args.json:
         _show(args, plan_lines(result, args))
-    ran = _dry_runs(args, result)
-    if args.json:
-        _print_json(result, ran)
-    elif ran:
+    ran: list[Beside] = []
+    try:
+        _pictures(args, result)
+        _dry_runs(args, result, ran)
+    finally:
+        if args.json:  # with what was run, if a picture or a dry run fails or is interrupted
+            _print_json(result, ran)
+    if ran and not args.json:
         from seatrial.ui.plan_beside import lines
 
         _show(args, lines(ran, _width()))
-    _pictures(args, result)
     return EXIT_FAILED if result.own.fits is False else EXIT_DONE
 
 
@@ -140,7 +149,7 @@ def _settled(args: argparse.Namespace, job: Job, place: Hardware, calibration: C
     try:
         return choose(job, place, calibration=calibration).settle(job)
     except InputError:
-        if args.fit:  # --fit asks which cluster would do
+        if args.fit:  # --fit searches for a sufficient cluster
             return provisional(job)
         raise
 
@@ -217,7 +226,7 @@ def _wishes(args: argparse.Namespace) -> Wishes:
         problems.append(Diagnostic(text, hint="--dry-run 2"))
     wanted: list[Wanted] = []
     for text in args.target:
-        found = _wanted(text)
+        found = _parse_target(text)
         if isinstance(found, Diagnostic):
             problems.append(found)
         else:
@@ -263,7 +272,7 @@ def _unwritable(args: argparse.Namespace) -> list[Diagnostic]:
     return problems
 
 
-def _wanted(text: str) -> Wanted | Diagnostic:
+def _parse_target(text: str) -> Wanted | Diagnostic:
     from seatrial.plan.report.advice import Wanted
 
     match = re.fullmatch(r"\s*([0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)\s*(%?)\s*", text)
@@ -340,21 +349,19 @@ def _fit(args: argparse.Namespace, job: Job, place: Hardware, calibration: Calib
     return EXIT_DONE if any(f.recipe is not None for f in fits) else EXIT_FAILED
 
 
-def _dry_runs(args: argparse.Namespace, result: Answer) -> list[Beside]:
-    """Dry-run the job's own layout and the best ones, each once. Progress on stderr: a large one takes a minute."""
+def _dry_runs(args: argparse.Namespace, result: Answer, ran: list[Beside]) -> None:
+    """Dry-run the job's own layout and the best ones, each once, into `ran`. Progress on stderr: a large one takes a minute."""
     if args.dry_run is None:
-        return []
+        return
     from seatrial.plan.report.advice import short
     from seatrial.plan.report.beside import beside
 
     best = [c.recipe for c in result.found.choices[: args.dry_run]] if result.found is not None else []
     wanted = list(dict.fromkeys([result.own.recipe, *best]))
     cpu = result.place.gpu is None and result.job.cluster.launcher == "local"
-    ran = []
     for i, recipe in enumerate(wanted, 1):
         print(f"dry run {i} of {len(wanted)}: {short(recipe)}", file=sys.stderr, flush=True)
         ran.append(beside(result.job, recipe, result.place.shape, device="cpu" if cpu else "cuda"))
-    return ran
 
 
 def _pictures(args: argparse.Namespace, result: Answer) -> None:
@@ -370,7 +377,7 @@ def _pictures(args: argparse.Namespace, result: Answer) -> None:
         return
     from seatrial.plan.report.waterfall import waterfall_of
     from seatrial.ui.png import png
-    from seatrial.ui.svg import written
+    from seatrial.ui.svg import svg_text
     from seatrial.ui.waterfall_svg import waterfall_svg
 
     if result.waterfall is None:
@@ -380,7 +387,7 @@ def _pictures(args: argparse.Namespace, result: Answer) -> None:
     title, below = f"Where the FLOPs of {result.job.name} go", f"predicted, {result.job.layout}"
     picture = waterfall_svg(shown, title=title, subtitle=below)
     if args.svg is not None:
-        _write(args.svg, written(picture).encode())
+        _write(args.svg, svg_text(picture).encode())
     if args.png is not None:
         _write(args.png, png(picture))
 

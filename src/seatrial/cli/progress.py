@@ -20,7 +20,7 @@ _RUN_EVERY_S = 15.0
 
 
 class LiveLine:
-    """The progress of the current run of several: on a terminal one line that is replaced, otherwise a line now and then."""
+    """The progress of the current run of several: on a terminal one line that is replaced, otherwise an occasional line."""
 
     def __init__(self, out: Out) -> None:
         self._out = out
@@ -104,9 +104,7 @@ class Progress:
             print(text, file=sys.stderr)
 
     def __call__(self, done: int, total: int, what: str) -> None:
-        if (
-            self._first is None or total != self._total or done < self._first
-        ):  # the beginning of the next thing
+        if self._first is None or total != self._total or done < self._first:  # the next item starts
             self._first, self._total = done, total
             self._began = self._last = time.monotonic()
             if self._bar is not None and self._task is not None:

@@ -1,4 +1,4 @@
-"""`seatrial report RUN`: what came of a run, as one HTML file and as JSON."""
+"""`seatrial report RUN`: the report of a run as one HTML file or as JSON."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from seatrial.ui.out import Out
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's arguments."""
     parser.description = (
-        "Report on a run, finished or not, from its folder: plan against reality, where the time went, failures, checkpoints, "
+        "Report on a run, finished or not, from its folder: plan and measurement, goodput, failures, checkpoints, "
         "loss, scaling, checks, drills, cost. One self-contained HTML file; what is missing is listed in it."
     )
     parser.add_argument("run", metavar="RUN", help="path of a run folder, or the name of one in ./runs")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the page (RUN/reports/report.html)")
-    parser.add_argument("--price", type=float, metavar="P", help="of a GPU hour, in any currency")
+    parser.add_argument("--price", type=float, metavar="P", help="price of a GPU hour, in any currency")
     parser.add_argument(
         "--json",
         action="store_true",

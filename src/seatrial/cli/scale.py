@@ -38,8 +38,8 @@ _DOUBLING, _SPEEDUP, _UTILISATION = "80", "8:128:12", "70"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's arguments."""
     parser.description = (
-        "Measure tokens/s of the real job at several numbers of nodes, with intervals, beside what `plan` predicts. The same "
-        "command again continues. Exit code: 0, 1 if a gate or a run failed, 2 for bad input, 130 interrupted."
+        "Measure tokens/s of the real job at several numbers of nodes, with intervals and the predictions of `plan`. The same "
+        "command continues a measurement. Exit code: 0, 1 if a gate or a run failed, 2 for bad input, 130 interrupted."
     )
     job_arguments(parser)
     parser.add_argument("--nodes", metavar="N,N,...", help="sizes (default: 1, 2, 4, ... up to the job's)")
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--groups",
         action="store_true",
-        help="runs side by side on disjoint groups of the nodes; names a group slower than the others",
+        help="run disjoint groups of nodes in parallel, and name groups that are slower than the others",
     )
     parser.add_argument(
         "--model-scale",
@@ -68,16 +68,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     how.add_argument("--repeats", type=int, default=10, metavar="N", help="at most N runs of a size (10)")
     how.add_argument(
-        "--budget", type=float, metavar="H", help="at most H GPU hours, those of earlier starts included"
+        "--budget", type=float, metavar="H", help="at most H GPU hours, including earlier starts"
     )
     how.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the order of sizes")
     how.add_argument(
-        "--fresh", action="store_true", help="measure all again; earlier runs are kept, not used"
+        "--fresh", action="store_true", help="repeat all runs; earlier ones are kept but not used"
     )
     how.add_argument(
         "--trace",
         action="store_true",
-        help="if ranks are named as a cause, one more run with a torch.profiler trace of two of their steps",
+        help="if ranks are named as a cause, an extra run with a torch.profiler trace of two of their steps",
     )
     gates = parser.add_argument_group("gates")
     gates.add_argument(
@@ -99,13 +99,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const=_UTILISATION,
         metavar="P",
-        help="tensor cores busy in more than P %% of the time (70)",
+        help="tensor cores active more than P %% of the time (70)",
     )
-    parser.add_argument("--price", type=float, metavar="P", help="of a GPU hour, in any currency")
+    parser.add_argument("--price", type=float, metavar="P", help="price of a GPU hour, in any currency")
     parser.add_argument(
         "--topology", metavar="FILE", help="leaf switches: output of ibnetdiscover, or Slurm's topology.conf"
     )
-    parser.add_argument("--plain", action="store_true", help="lines only, also on a terminal")
+    parser.add_argument("--plain", action="store_true", help="plain lines, also on a terminal")
     parser.add_argument("--json", action="store_true", help="print the report as JSON on stdout")
 
 
@@ -131,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
             out.pair("model", ", ".join(f"{c.key.partition('.')[2]} {c.job} -> {c.copy}" for c in smaller))
         out.pair("folder", str(measurement.state.folder))
         if measurement.resumed:
-            out.pair("continues", f"{measurement.resumed} runs are there already; --fresh measures all again")
+            out.pair("continues", f"{measurement.resumed} runs exist already; --fresh repeats all")
         out.line()
         interrupted = False
         with interrupting(), _Console(out) as console:
@@ -204,7 +204,7 @@ def _options(args: argparse.Namespace, job: Job | None) -> tuple[Terms, Gates]:
     steps = DEFAULT_STEPS if args.steps is None else args.steps
     need(
         LEAST_STEPS <= steps <= 1_000_000,
-        f"--steps {steps} is not between {LEAST_STEPS} and a million: a warm-up must be told from the rest",
+        f"--steps {steps} is not between {LEAST_STEPS} and a million: too few steps do not show the warm-up",
         f"--steps {DEFAULT_STEPS}",
     )
     need(0 < args.precision < 100, f"--precision {args.precision:g} is not a percentage", "--precision 2")
@@ -221,7 +221,7 @@ def _options(args: argparse.Namespace, job: Job | None) -> tuple[Terms, Gates]:
     )
     need(
         not (args.trace and args.groups),
-        "--trace and --groups exclude each other: a trace is of one run",
+        "--trace and --groups are mutually exclusive: a trace needs a single run",
         "run the bad group's nodes alone with --trace",
     )
     doubling = _number(args.min_doubling)
@@ -349,7 +349,7 @@ class _Console:
             self._out.line(f"{name:<12}  {trial.problem}", "bold red")
             return
         self._out.line(
-            f"{name:<12}  {found.tokens_per_s:,.0f} tokens/s, {units.duration(found.step_s)} a step over {found.steady} "
+            f"{name:<12}  {found.tokens_per_s:,.0f} tokens/s, {units.duration(found.step_s)} per step over {found.steady} "
             f"steps after {found.warm_up} of warm-up, {trial.seconds:.0f} s"
         )
 

@@ -17,7 +17,7 @@ from seatrial.ui.out import Out
 from seatrial.ui.summary import print_status, summary_json
 
 if TYPE_CHECKING:
-    from seatrial.launch.follow import Stand
+    from seatrial.launch.follow import StartState
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,9 +34,9 @@ def run(args: argparse.Namespace) -> int:
     launch = known_launch(folder)
     found = None
     if launch is not None and launch.scheduled:
-        from seatrial.launch.follow import stand
+        from seatrial.launch.follow import read_state
 
-        found = stand(folder)
+        found = read_state(folder)
     if args.json:
         document = json.loads(summary_json(view, now))
         document["launch"] = None if launch is None else _document(launch, found)
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _document(launch: Launch, found: Stand | None) -> dict[str, object]:
+def _document(launch: Launch, found: StartState | None) -> dict[str, object]:
     document: dict[str, object] = asdict(launch)
     if found is not None:
         document["status"] = asdict(found.status)

@@ -18,7 +18,7 @@ from seatrial.record.running import running
 from seatrial.record.view import read_brief
 
 if TYPE_CHECKING:
-    from seatrial.launch.follow import Stand
+    from seatrial.launch.follow import StartState
 
 _POLL_S = 0.2
 _SLACK_S = 30.0  # added to the grace period, for the final records to reach this host
@@ -84,20 +84,20 @@ def _has_open(pid: int, path: Path) -> bool:
 
 def _stop_scheduled(folder: RunFolder, *, now: bool) -> bool:
     """Stop the scheduled starts of the run; False if none is queued or running."""
-    from seatrial.launch.follow import end_rest, stand
+    from seatrial.launch.follow import end_rest, read_state
 
     launch = checked_launch(folder)
     if launch is None or not launch.scheduled:
         return False
-    if (found := stand(folder)).over:
+    if (found := read_state(folder)).over:
         end_rest(found)
         return False
-    while not (found := stand(folder)).over:  # a follow-up job may have begun in the meantime
+    while not (found := read_state(folder)).over:  # a follow-up job may have begun in the meantime
         _stop_start(folder, found, now=now)
     return True
 
 
-def _stop_start(folder: RunFolder, found: Stand, *, now: bool) -> None:
+def _stop_start(folder: RunFolder, found: StartState, *, now: bool) -> None:
     """End one start and its follow-up job. Raises RunFailed."""
     from seatrial.launch.follow import scheduled
 

@@ -14,8 +14,8 @@ from seatrial.base.errors import EXIT_DONE
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's arguments."""
     parser.description = (
-        "Check whether a job could start here: job file, data, tokenizer, hardware names, launcher, layout, memory. All problems at "
-        "once, each with its place (exit 2). Starts, prepares and writes nothing; `train` and `drill` do it first."
+        "Check whether a job could start here: job file, data, tokenizer, hardware names, launcher, layout, memory. Reports all problems at "
+        "once, with their locations (exit 2). Starts, prepares and writes nothing; `train` and `drill` do it first."
     )
     job_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON document on stdout")

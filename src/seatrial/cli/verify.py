@@ -18,7 +18,7 @@ from seatrial.ui.out import Out
 from seatrial.ui.summary import left_out_pair
 
 if TYPE_CHECKING:
-    from seatrial.checkpoint.survey import Found
+    from seatrial.checkpoint.survey import CheckpointReport
     from seatrial.record.audit import Audit
     from seatrial.record.proof import Proof
 
@@ -78,7 +78,7 @@ def _verify_run(args: argparse.Namespace, out: Out, folder: RunFolder, began: fl
     from seatrial.checkpoint.survey import InPlace, places_of
     from seatrial.record.audit import audit
 
-    found: list[Found] = []
+    found: list[CheckpointReport] = []
     problems: list[str] = []
     # Checkpoints first: any saved meanwhile must be in the ledger that is read afterwards.
     for _, place in [] if args.ledger else places_of(folder):
@@ -92,7 +92,7 @@ def _verify_run(args: argparse.Namespace, out: Out, folder: RunFolder, began: fl
     return _report(args, out, audited, found, problems, began)
 
 
-def _disagreements(audited: Audit, found: list[Found]) -> list[str]:
+def _disagreements(audited: Audit, found: list[CheckpointReport]) -> list[str]:
     """Checkpoints whose recorded progress disagrees with the ledger."""
     entries = []
     for item in found:
@@ -111,7 +111,7 @@ def _report(
     args: argparse.Namespace,
     out: Out,
     audited: Audit | None,
-    found: list[Found],
+    found: list[CheckpointReport],
     problems: list[str],
     began: float,
 ) -> int:
@@ -215,7 +215,7 @@ def _history(audited: Audit) -> list[str]:
     return ([f"{hidden} earlier generations"] if hidden > 0 else []) + entries
 
 
-def _print_checkpoint(out: Out, found: Found) -> None:
+def _print_checkpoint(out: Out, found: CheckpointReport) -> None:
     size = f", {units.memory(found.bytes)} in {found.files} file{'' if found.files == 1 else 's'}"
     step = "" if found.step is None else f", step {found.step}"
     style = "" if found.state == "verified" else "bold red"
@@ -223,7 +223,7 @@ def _print_checkpoint(out: Out, found: Found) -> None:
     out.pair("checkpoint", "\n".join([what, *found.problems[:_SHOWN]]), style)
 
 
-def _print_hints(bad: list[Found], proof: Proof | None) -> None:
+def _print_hints(bad: list[CheckpointReport], proof: Proof | None) -> None:
     if any(item.state == "damaged" for item in bad):
         print(
             "error: a checkpoint is damaged\n"

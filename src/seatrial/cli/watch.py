@@ -20,7 +20,7 @@ from seatrial.ui.summary import print_status, summary_json
 
 POLL_S = 0.2
 TOKEN_FILE = Path("~/.seatrial/web-token")
-_LARGE_BYTES = 32 << 20  # of records, which take a second or longer to read
+_LARGE_BYTES = 32 << 20  # records of this size take a second or longer to read
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "run",
         metavar="RUN",
         nargs="*",
-        help="path of a run folder, or the name of one in ./runs; one without --web and --grafana",
+        help="path of a run folder, or the name of one in ./runs; exactly one unless with --web or --grafana",
     )
     parser.add_argument(
         "--once",
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--to",
         metavar="TRACKER",
-        help="push the run to a tracker (tensorboard, wandb, mlflow) from where it was, and follow it while it runs",
+        help="push the run to a tracker (tensorboard, wandb, mlflow) resuming an earlier push, and follow it while it runs",
     )
     parser.add_argument("--wait", action="store_true", help="wait for the run to begin, then follow it")
     parser.add_argument("--json", action="store_true", help="print one JSON document on stdout")
@@ -48,23 +48,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--grafana",
         type=Path,
         metavar="DIR",
-        help="write Grafana dashboards, Prometheus alert rules and an example configuration, for each RUN named",
+        help="write Grafana dashboards, Prometheus alert rules and an example configuration, for the given runs",
     )
     web = parser.add_argument_group("in a browser")
-    web.add_argument(
-        "--web", action="store_true", help="serve pages for a browser; without RUN of all runs in ./runs"
-    )
+    web.add_argument("--web", action="store_true", help="serve web pages of RUN, or of all runs in ./runs")
     web.add_argument(
         "--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="where run folders are (runs)"
     )
     web.add_argument(
-        "--host", default="127.0.0.1", help="address to serve on; another than 127.0.0.1 needs a token"
+        "--host", default="127.0.0.1", help="address to serve on; any but 127.0.0.1 needs a token"
     )
     web.add_argument("--port", type=int, default=8470, help="port to serve on; 0: any (8470)")
     web.add_argument(
         "--token",
         action="store_true",
-        help="require the token on 127.0.0.1 too, on a machine that others use",
+        help="require the token on 127.0.0.1 too, on a machine with other users",
     )
     web.add_argument(
         "--token-file",
@@ -87,8 +85,8 @@ def run(args: argparse.Namespace) -> int:
     if args.wait and args.once:
         raise InputError("--once shows the current state: it cannot --wait")
     if args.to is not None and (args.once or args.json):
-        raise InputError("--to pushes a run and shows nothing: it takes neither --once nor --json")
-    folder = _begun(name) if args.wait else RunFolder.find(name)
+        raise InputError("--to shows nothing: it cannot be combined with --once or --json")
+    folder = _wait_for_run(name) if args.wait else RunFolder.find(name)
     if args.to is not None:
         return _push(folder, args.to)
     records = (folder.metrics, folder.events, folder.ledger)
@@ -103,14 +101,14 @@ def _grafana(args: argparse.Namespace) -> int:
     """Write the files of --grafana, and say how to load them."""
     for name in ("once", "wait", "plain", "web", "to"):
         if getattr(args, name):
-            raise InputError(f"--{name} has no meaning with --grafana")
+            raise InputError(f"--{name} cannot be combined with --grafana")
     from seatrial.watch.grafana.files import how_to_load, write_files
 
     try:
         written = write_files(args.grafana, [RunFolder.find(name, args.runs) for name in args.run])
     except OSError as error:
         reason = f"cannot write to {args.grafana}: {error.strerror}"
-        raise InputError(reason, hint="name a folder that can be written, or one that can be made") from None
+        raise InputError(reason, hint="give a writable folder, or one that can be created") from None
     if args.json:
         print(json.dumps({"schema_version": 1, "files": [str(path) for path in written]}))
     else:
@@ -122,9 +120,9 @@ def _serve(args: argparse.Namespace) -> int:
     """Serve pages until interrupted."""
     for name in ("once", "wait", "json", "plain"):
         if getattr(args, name):
-            raise InputError(f"--{name} has no meaning with --web")
+            raise InputError(f"--{name} cannot be combined with --web")
     if not 0 <= args.port < 1 << 16:
-        raise InputError(f"--port {args.port} is not a port", hint="use 0 to 65535; 0 takes any that is free")
+        raise InputError(f"--port {args.port} is not a port", hint="use 0 to 65535; 0: any free port")
     from seatrial.watch.web.access import is_loopback, make_token
     from seatrial.watch.web.server import listen, serve
 
@@ -139,7 +137,7 @@ def _serve(args: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _begun(name: str) -> RunFolder:
+def _wait_for_run(name: str) -> RunFolder:
     """Wait until the run `name` is running; returns its folder."""
     waits = False
     while True:
@@ -158,10 +156,10 @@ def _push(folder: RunFolder, name: str) -> int:
     from seatrial.watch.trackers.feed import feed
 
     try:
-        pushed = feed(folder, name, tell=lambda text: print(text, file=sys.stderr, flush=True))
+        pushed = feed(folder, name, report=lambda text: print(text, file=sys.stderr, flush=True))
     except SeatrialError:
         raise
-    except Exception as error:  # the code of others, which can raise anything
+    except Exception as error:  # a tracker's package can raise anything
         raise RunFailed(
             f"{name} failed: {type(error).__name__}: {error}",
             hint="the run is not affected; the same command continues where this one stopped",

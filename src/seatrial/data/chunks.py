@@ -74,7 +74,7 @@ class ChunkHashes:
         return begin, min(self.chunk_bytes, self.shard_bytes - begin)
 
     def problem(self, number: int, data: bytes | memoryview) -> str | None:
-        """What is wrong with `data` as the content of chunk `number`; None if it is intact."""
+        """The problem of `data` as the content of chunk `number`; None if it is intact."""
         begin, size = self.span(number)
         if len(data) != size:
             return f"truncated: {len(data)} of {size} bytes from byte {begin} on"
@@ -126,7 +126,7 @@ class MadeHashes:
                 digests = self._kept(kept, shard)
                 if digests is None:
                     digests = _hash_shard(shard, path)
-                    # With a hash of its own, because this file is trusted like a manifest.
+                    # With its own hash, because this file is trusted like a manifest.
                     LocalStore(self._folder).write(kept.name, xxhash.xxh3_128_digest(digests) + digests)
         return ChunkHashes(CHUNK_BYTES, shard.bytes, digests)
 

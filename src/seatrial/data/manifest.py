@@ -64,7 +64,7 @@ class ShardFile(_Strict):
 
 
 class Manifest(_Strict):
-    """All of manifest.json. `source` describes, for people, the origin of the text."""
+    """All of manifest.json. `source` describes the origin of the text, for display."""
 
     schema_version: Literal[1]
     tokenizer: TokenizerInfo

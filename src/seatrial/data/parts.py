@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from seatrial.data import readers
-from seatrial.data.sources import Found, SourceFile, Span
+from seatrial.data.sources import SourceFile, SourceFiles, Span
 
 # Part of fingerprints: parts written by an older version with other content must not be reused.
 _FORMAT = 2
@@ -66,7 +66,7 @@ def part_bytes(total: int) -> int:
     return 1 << (wanted.bit_length() - 1)
 
 
-def plan_parts(found: Found, *, tokenizer_digest: str, text_key: str) -> list[Part]:
+def plan_parts(found: SourceFiles, *, tokenizer_digest: str, text_key: str) -> list[Part]:
     """Split all of `found` into parts, in its order."""
     limit = part_bytes(sum(f.size for f in found.files))
     parts: list[Part] = []

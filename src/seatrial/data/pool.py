@@ -36,14 +36,14 @@ class Work:
     folder: Path  # of the parts' files
 
 
-class Here:
+class InProcess:
     """Processes the parts in this process, in sequence. The tokenizer may use every core with threads."""
 
     def __init__(self, work: Work) -> None:
         self._work = work
         self._only_check = False
 
-    def __enter__(self) -> Here:
+    def __enter__(self) -> InProcess:
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -24,8 +24,8 @@ from seatrial.data.manifest import is_store
 from seatrial.data.megatron import find_pair
 from seatrial.data.megatron_import import import_pair
 from seatrial.data.parts import Part, plan_parts
-from seatrial.data.pool import Here, Pool, Work
-from seatrial.data.sources import BUILTIN_LIBRARY, Found, find, refuse_remote
+from seatrial.data.pool import InProcess, Pool, Work
+from seatrial.data.sources import BUILTIN_LIBRARY, SourceFiles, find, refuse_remote
 from seatrial.data.store import TokenStore
 from seatrial.data.tokenizer import Tokenizer, load_tokenizer
 from seatrial.data.workspace import Note, Workspace
@@ -99,7 +99,7 @@ def prepare(
                 StoreWriter(
                     out, tokenizer, shard_tokens=shard_tokens, replace=force, begun=assembly.begun
                 ) as writer,
-                Here(work) if n == 1 else Pool(work, n) as team,
+                InProcess(work) if n == 1 else Pool(work, n) as team,
             ):
                 counted = assembly.run(team, writer)
                 if writer.n_tokens == 0:
@@ -128,7 +128,7 @@ def prepare(
         ) from e
 
 
-def _workers(wanted: int | None, parts: Sequence[Part], found: Found) -> int:
+def _workers(wanted: int | None, parts: Sequence[Part], found: SourceFiles) -> int:
     """The number of processes to use. By default only as many as outweigh the cost of starting them."""
     if wanted is None:
         wanted = min(len(os.sched_getaffinity(0)), sum(f.size for f in found.files) // _WORTH_A_WORKER)
@@ -231,7 +231,7 @@ def resolve_validation(
 
 
 def stores_identity(stores: Sequence[TokenStore]) -> dict[str, object]:
-    """What the samples of a run depend on: each store's content, in order, and the tokenizers that made them."""
+    """Identity of the samples of a run: each store's content, in order, and their tokenizers."""
     if len(stores) == 1:
         return stores[0].identity()
     each = [store.identity() for store in stores]
@@ -284,7 +284,7 @@ def _resolve(
         )
 
 
-def _source_digest(source: str, found: Found, tokenizer: Tokenizer, text_key: str) -> str:
+def _source_digest(source: str, found: SourceFiles, tokenizer: Tokenizer, text_key: str) -> str:
     files: list[list[Any]]
     if source == BUILTIN_LIBRARY:
         # No times: another installation of the same Python is the same corpus.
@@ -374,7 +374,7 @@ def check_validation(
 def validation_misfits(
     store: TokenStore, vocab_size: int, sequence_length: int, samples: int | None, tokenizer_spec: str
 ) -> list[Diagnostic]:
-    """What does not fit in the store of the validation data."""
+    """Problems of the validation store."""
     problems = misfits(store, vocab_size, sequence_length, 0, 0, tokenizer_spec)
     available = max(0, store.n_tokens - 1) // sequence_length
     if available < (samples or 1):
@@ -397,7 +397,7 @@ def misfits(
     global_batch: int,
     tokenizer_spec: str,
 ) -> list[Diagnostic]:
-    """What does not fit in one store, which provides `wanted` samples of a global batch."""
+    """Problems of one store, which provides `wanted` samples of a global batch."""
     problems = []
     bad = next((s for s in store.manifest.shards if s.max_token >= vocab_size), None)
     if bad is not None:

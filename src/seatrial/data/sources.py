@@ -54,7 +54,7 @@ class Span:
 
 
 @dataclass
-class Found:
+class SourceFiles:
     """Files in a fixed order, and skipped entries: reason -> count, and the first of them."""
 
     files: list[SourceFile] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Found:
         self.skipped[reason] = self.skipped.get(reason, 0) + n
         self.examples.setdefault(reason, name)
 
-    def add(self, other: Found) -> None:
+    def add(self, other: SourceFiles) -> None:
         """Append all of `other`."""
         self.files += other.files
         for reason, n in other.skipped.items():
@@ -94,15 +94,15 @@ def refuse_remote(path: str, hint: str = "") -> None:
         )
 
 
-def find(sources: Sequence[str], *, look_inside: bool = True) -> Found:
+def find(sources: Sequence[str], *, look_inside: bool = True) -> SourceFiles:
     """The files of all `sources`, in the order given, sorted within each; InputError lists every unusable one.
 
     Without `look_inside` no file is opened; kind and compression are taken from the names.
     """
-    found = Found()
+    found = SourceFiles()
     problems: list[Diagnostic] = []
     for source in sources:
-        here = Found()
+        here = SourceFiles()
         try:
             _find_one(source, here, look_inside)
             if not here.files:
@@ -117,7 +117,7 @@ def find(sources: Sequence[str], *, look_inside: bool = True) -> Found:
     return found
 
 
-def _find_one(source: str, found: Found, look_inside: bool) -> None:
+def _find_one(source: str, found: SourceFiles, look_inside: bool) -> None:
     refuse_remote(source, f" (aws s3 sync {source} FOLDER); the token store made of it may be at s3://")
     if source.startswith("builtin:"):
         if source != BUILTIN_LIBRARY:
@@ -154,14 +154,14 @@ def _describe(path: Path, name: str, look_inside: bool) -> SourceFile:
     return SourceFile(path, name, kind, status.st_size, status.st_mtime_ns, packing)
 
 
-def _find_library(found: Found) -> None:
+def _find_library(found: SourceFiles) -> None:
     root = Path(sysconfig.get_paths()["stdlib"])
     for name, skipped in _walk(root, left_out=_LIBRARY_LEFT_OUT):
         if not skipped and name.endswith(".py"):
             found.files.append(_describe(root / name, name, False))
 
 
-def _find_in_folder(root: Path, found: Found, look_inside: bool) -> None:
+def _find_in_folder(root: Path, found: SourceFiles, look_inside: bool) -> None:
     for name, skipped in _walk(root):
         path = root / name
         suffix, packed = _suffixes(path.name)
@@ -204,7 +204,7 @@ def _walk(root: Path, left_out: frozenset[str] = frozenset()) -> list[tuple[str,
     return sorted(found)
 
 
-def _nothing_in(source: str, found: Found) -> Diagnostic:
+def _nothing_in(source: str, found: SourceFiles) -> Diagnostic:
     if source == BUILTIN_LIBRARY:
         return Diagnostic(
             "this Python has no standard library sources on disk",

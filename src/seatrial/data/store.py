@@ -92,7 +92,7 @@ class TokenStore:
         return str(self.folder / file)
 
     def identity(self) -> dict[str, object]:
-        """What the samples of a run depend on: the content of the shards, and the tokenizer that made them."""
+        """Identity of the samples: the content of the shards, and their tokenizer."""
         digest = hashlib.sha256("".join(s.sha256 for s in self.manifest.shards).encode()).hexdigest()
         return {"data.tokens_sha256": digest, "data.tokenizer_digest": self.tokenizer.digest}
 

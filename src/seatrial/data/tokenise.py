@@ -47,7 +47,7 @@ class PartResult:
     batches: tuple[tuple[int, int], ...] = ()  # (tokens, documents that begin) of each
     hash: str = ""  # XXH3-128 of the file
     empty: int = 0  # documents without text
-    replaced: dict[str, int] = field(default_factory=dict)  # file -> count of what was not UTF-8
+    replaced: dict[str, int] = field(default_factory=dict)  # file -> number of non-UTF-8 sequences
     problems: tuple[Diagnostic, ...] = ()
 
     def as_json(self) -> dict[str, Any]:

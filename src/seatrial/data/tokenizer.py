@@ -32,7 +32,7 @@ class Tokenizer(Protocol):
 
     @property
     def name(self) -> str:
-        """For people: `bytes`, or the folder of the tokenizer.json."""
+        """Name for display: `bytes`, or the folder of the tokenizer.json."""
 
     @property
     def vocab_size(self) -> int:

@@ -40,7 +40,7 @@ def prepare_remote(
     note: Note | None = None,
     force: bool = False,
 ) -> Manifest:
-    """As `prepare`, and upload the store to `url` on an object store.
+    """Like `prepare`, then upload the store to `url` on an object store.
 
     It is made in a hidden folder of the current one, which is removed after the upload. Until then another
     attempt with the same sources resumes there, either the tokenising or the upload.

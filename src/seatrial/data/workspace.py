@@ -86,7 +86,7 @@ class Workspace:
             )
         except OSError as e:
             raise InputError(
-                f"cannot write beside {self._out}: {e.strerror}",
+                f"cannot write next to {self._out}: {e.strerror}",
                 hint="give an --out folder that you may write to",
             ) from e
         try:

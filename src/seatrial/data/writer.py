@@ -87,7 +87,7 @@ class StoreWriter:
             self._temporary.mkdir()
         except OSError as e:
             raise InputError(
-                f"cannot write beside {self.folder}: {e.strerror}",
+                f"cannot write next to {self.folder}: {e.strerror}",
                 hint="give an --out folder that you may write to",
             ) from e
         return self

@@ -84,7 +84,7 @@ def copy_of(
         layouts = list(_replicated(job))
     refused: InputError | None = None
     for layout in layouts:
-        wanted = _wanted(job, name, stores, plan, spares, max(3, keep, job.checkpoint.keep), layout)
+        wanted = _changed_keys(job, name, stores, plan, spares, max(3, keep, job.checkpoint.keep), layout)
         try:
             return changed_job(job, wanted)
         except InputError as error:
@@ -95,7 +95,7 @@ def copy_of(
 _NO_VALIDATION = "it changes nothing of the training"
 
 
-def _wanted(
+def _changed_keys(
     job: Job,
     name: str,
     stores: Sequence[str],

@@ -46,7 +46,7 @@ class Expectation:
         return {
             "same": "same world, bit-equal",
             "other": "other world, same data in the same order",
-            "any": "bit-equal, or the same data where it had to shrink",
+            "any": "bit-equal, or the same data if it had to shrink",
         }[self.world]
 
     def redone_limit(self, *, snapshot: int, checkpoint: int) -> int:

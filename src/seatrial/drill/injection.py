@@ -1,4 +1,4 @@
-"""The log of injected faults: what was done to a run, when and to whom; its records are judged against it."""
+"""The log of injected faults: what, when and where. The run's records are judged against it."""
 
 from __future__ import annotations
 

@@ -221,7 +221,9 @@ def _named(expected: Expectation, evidence: Evidence) -> Check | None:
         pool = named[:1] if first else named
         if not any(_names(e, injection, expected.names) for e in pool):
             text = (
-                f"{pool[0].kind} names {_who(pool[0])}" if pool else f"there is no {' or '.join(kinds)} event"
+                f"{pool[0].kind} names {_culprit(pool[0])}"
+                if pool
+                else f"there is no {' or '.join(kinds)} event"
             )
             missing.append(f"{wanted} was expected to be named, but {text}")
     if missing:
@@ -236,7 +238,7 @@ def _names(event: Event, injection: Injection, what: str) -> bool:
     return event.node == injection.node
 
 
-def _who(event: Event) -> str:
+def _culprit(event: Event) -> str:
     parts = [f"{w} {v}" for w, v in (("node", event.node), ("rank", event.rank)) if v is not None]
     return " ".join(parts) if parts else "nobody"
 

@@ -1,4 +1,4 @@
-"""The results of a drill, as a document for programs and a page for people."""
+"""The results of a drill, as JSON and as a Markdown page."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def summary(results: Sequence[Result]) -> str:
 
 
 def markdown(drill: Drill, seconds: float) -> str:
-    """The page for people, as Markdown."""
+    """The results as a Markdown page."""
     job = drill.job
     lines = [
         f"# Drill of {job.name}: {summary(drill.results)}",

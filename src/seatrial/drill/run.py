@@ -1,4 +1,4 @@
-"""One run of a drill, as a process of its own: what `seatrial train` does, without a console.
+"""One run of a drill in its own process: `seatrial train` without a console.
 
 `python -m seatrial.drill.run JOB --runs FOLDER --parent PID`; the exit codes are those of `seatrial train`.
 """

@@ -13,7 +13,6 @@ from seatrial.drill.copies import Plan
 from seatrial.drill.expectation import Expectation
 from seatrial.drill.injection import Planted
 from seatrial.drill.stage import Stage
-from seatrial.hardware.devices import choose_device
 from seatrial.job import Job
 from seatrial.job.numbers import either
 from seatrial.job.shapes import shapes
@@ -65,11 +64,6 @@ def _two_nodes(job: Job) -> str | None:
 
 def _two_ranks(job: Job) -> str | None:
     return None if job.layout.world_size > 1 else "the job has one rank"
-
-
-def _forks(job: Job) -> str | None:
-    device, _ = choose_device(job.cluster)
-    return None if device == "cpu" else "ranks on GPUs are started one by one: there is no fork server"
 
 
 def _can_shrink(job: Job) -> str | None:
@@ -164,7 +158,6 @@ SCENARIOS: tuple[Scenario, ...] = (
         "SIGKILL to the process that forks a node's ranks, and to these ranks",
         Expectation("same", ("nursery_failed", RECOVERING), "node"),
         scripts.fork_server(signal.SIGKILL),
-        missing=_forks,
     ),
     Scenario(
         "freeze_fork_server",
@@ -172,7 +165,6 @@ SCENARIOS: tuple[Scenario, ...] = (
         Expectation("same", ("process_stopped", RECOVERING), "node"),
         scripts.fork_server(signal.SIGSTOP),
         least_seconds=_FOUND_S,
-        missing=_forks,
     ),
     Scenario(
         "pause_agent_at_start",

@@ -111,6 +111,7 @@ def fork_server(signum: signal.Signals) -> Callable[[Stage, Plan], None]:
 def edit_job(stage: Stage, plan: Plan) -> None:
     """Edit the run's job file and kill a rank; then run the same command again, which rewrites the file."""
     stage.wait_step(plan.fault)
+    stage.wait_saved(1)
     stage.kill_rank(max(stage.scene.ranks), before=stage.edit_job())
     stage.wait_end()
     stage.wait_gone()
@@ -120,6 +121,7 @@ def edit_job(stage: Stage, plan: Plan) -> None:
 def remake_data(stage: Stage, plan: Plan) -> None:
     """Like `edit_job`, with recreated data; then the original data and the same command again."""
     stage.wait_step(plan.fault)
+    stage.wait_saved(1)
     with stage.remade_data() as what:
         stage.kill_rank(max(stage.scene.ranks), before=what)
         stage.wait_end()
@@ -175,6 +177,7 @@ def xid(code: int, text: str) -> Callable[[Stage, Plan], None]:
 
 def damage(stage: Stage, plan: Plan) -> None:
     stage.wait_step(plan.fault)
+    stage.wait_saved(2)
     stage.kill_everything()
     stage.wait_end()
     stage.wait_gone()

@@ -168,6 +168,10 @@ class Stage:
         """Wait until `step` has been recorded."""
         self.wait_until(lambda scene: scene.furthest >= step)
 
+    def wait_saved(self, checkpoints: int) -> None:
+        """Wait until so many checkpoints are complete: storage may take many steps to write one beside training."""
+        self.wait_until(lambda scene: sum(e.kind == "checkpoint_saved" for e in scene.events) >= checkpoints)
+
     def wait_gone(self, within_s: float = _ENDING_S) -> None:
         """Wait until no process of the run is left; any left after `within_s` are recorded and killed."""
         end = time.monotonic() + within_s

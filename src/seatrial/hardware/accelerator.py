@@ -1,6 +1,6 @@
-"""What torch is asked about the device that a rank computes on: a CPU, or an accelerator. The only place that asks.
+"""All queries to torch about the device that a rank computes on: a CPU or an accelerator. No other module asks.
 
-An accelerator works behind the host: work is queued in streams, and a result or an asynchronous copy is complete once
+An accelerator runs asynchronously: work is queued in streams, and a result or an asynchronous copy is complete once
 an event recorded after it in the same stream has been passed. Imported only by code that may load torch.
 """
 
@@ -18,13 +18,13 @@ _PORTABLE = 1  # cudaHostRegisterPortable
 
 
 def default_kind() -> Device:
-    """The kind of device of a rank whose environment names none. Of accelerators only NVIDIA's GPUs are supported."""
+    """The default device kind of a rank. NVIDIA GPUs are the only supported accelerators."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return "cuda" if found is not None and found.type == "cuda" else "cpu"
 
 
 def claim(kind: str, index: int) -> torch.device:
-    """The device of this process from now on: the accelerator number `index`, or the CPU."""
+    """Make accelerator number `index`, or the CPU, the device of this process; returns it."""
     if kind == "cpu":
         return torch.device(kind)
     device = torch.device(kind, index)
@@ -33,7 +33,7 @@ def claim(kind: str, index: int) -> torch.device:
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether the host queues its work and is ahead of it. A CPU has finished when a call returns."""
+    """Whether work on `device` is asynchronous to the host. On a CPU it is finished when a call returns."""
     return device.type != "cpu"
 
 
@@ -48,7 +48,7 @@ def record(*, timing: bool = False) -> torch.Event:
 
 
 def current_stream(device: torch.device) -> int:
-    """The id of the stream that work for `device` is queued in now."""
+    """The id of the current stream of `device`."""
     return torch.accelerator.current_stream(device).stream_id
 
 
@@ -58,11 +58,11 @@ def stream_type(device: torch.device) -> type:
     return found
 
 
-# -- host memory that an accelerator copies to or from by DMA, while the host goes on
+# -- host memory for asynchronous copies (DMA)
 
 
 def host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """New memory of the host for copies from `device`, not initialised; pinned if that is an accelerator."""
+    """Uninitialised host memory for copies from `device`; pinned if that is an accelerator."""
     return torch.empty(shape, dtype=dtype, pin_memory=is_accelerator(device))
 
 
@@ -73,7 +73,7 @@ def pin(address: int, size: int, device: torch.device) -> int:
 
 
 def unpin(address: int) -> None:
-    """The inverse of `pin`, before the memory is returned."""
+    """Undo `pin`, before the memory is freed."""
     _runtime().cudaHostUnregister(address)
 
 
@@ -85,25 +85,25 @@ def _runtime() -> Any:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most that torch has allocated at once."""
+    """Peak of torch's allocations."""
     return torch.accelerator.max_memory_allocated(device)
 
 
 def free_memory(device: torch.device) -> int:
-    """What other allocations than torch's may still take."""
+    """Memory available to allocations other than torch's."""
     return torch.accelerator.get_memory_info(device)[0]
 
 
 def release_cached_memory() -> None:
-    """Return memory to the device that torch holds and does not use."""
+    """Return unused memory of torch's allocator to the device."""
     torch.accelerator.empty_cache()
 
 
-# -- what torch.accelerator does not know
+# -- not available through torch.accelerator
 
 
 def name(device: torch.device) -> str:
-    """The driver's name: "NVIDIA H200"."""
+    """The device's name as the driver reports it, such as "NVIDIA H200"."""
     return str(torch.get_device_module(device).get_device_name(device))
 
 
@@ -119,11 +119,11 @@ def pci_address(device: torch.device) -> str | None:
 
 
 def random_state(device: torch.device) -> Tensor:
-    """A copy, on the host, of the state of the device's random number generator."""
+    """A host copy of the device's random number generator state."""
     state: Tensor = torch.get_device_module(device).get_rng_state(device)
     return state
 
 
 def set_random_state(state: Tensor, device: torch.device) -> None:
-    """The inverse of `random_state`."""
+    """Restore a state from `random_state`."""
     torch.get_device_module(device).set_rng_state(state, device)

@@ -45,7 +45,7 @@ class KernelClock:
 
 
 def kernel_clock() -> KernelClock | None:
-    """None where the kernel does not tell. Needs no privilege, as it sets nothing."""
+    """None if the kernel does not report it. Read-only, so it needs no privilege."""
     found = _Timex(modes=0)
     state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(found))
     if state < 0:

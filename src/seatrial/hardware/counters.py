@@ -20,7 +20,7 @@ from seatrial.base.kernel_files import text_of
 _WAIT_BYTES = 8
 _DATA_BYTES = 4  # port_xmit_data and port_rcv_data count words of four bytes (same specification)
 
-# Share of time that a port may have had data to send and no credit to send it. A link that is held back for 8 % of the
+# Share of time that a port may have had data to send and no credit to send it. A link that waits for 8 % of the
 # time cannot exceed 92 % of its rate, below which a link counts as suspect.
 WAIT_SHARE = 0.08
 
@@ -57,7 +57,7 @@ LIMITS = (
     Limit("port_rcv_remote_physical_errors", "link_errors", 10, 1.0, "damaged before the switch", 16),
     Limit("local_link_integrity_errors", "link_errors", 1, 0.0, "each is a burst of errors", 4),
     Limit("excessive_buffer_overrun_errors", "link_errors", 1, 0.0, "flow control has failed", 4),
-    Limit("port_xmit_discards", "congestion", 10, 1.0, "packets thrown away instead of sent", 16),
+    Limit("port_xmit_discards", "congestion", 10, 1.0, "packets discarded instead of sent", 16),
     Limit(
         "local_ack_timeout_err",
         "retransmissions",
@@ -73,8 +73,8 @@ LIMITS = (
     Limit("roce_adp_retrans", "retransmissions", 10, 1.0, "packets sent again", None),
     Limit("roce_adp_retrans_to", "retransmissions", 1, 0.0, "each is a time-out", None),
     # Some CNPs are normal in congestion control; at this rate flows are throttled all the time. Chosen here.
-    Limit("np_cnp_sent", "congestion", 1000, 1000.0, "senders to this port are told to slow down", None),
-    Limit("rp_cnp_handled", "congestion", 1000, 1000.0, "this port is told to slow down", None),
+    Limit("np_cnp_sent", "congestion", 1000, 1000.0, "this port asks senders to slow down", None),
+    Limit("rp_cnp_handled", "congestion", 1000, 1000.0, "this port is asked to slow down", None),
     Limit(
         "np_ecn_marked_roce_packets",
         "congestion",
@@ -195,7 +195,7 @@ def first_findings(ports: Ports) -> list[PortFault]:
             for counter in (c for c in _ROCE if c not in port.counters):
                 lacking.setdefault(counter, []).append(port.name)
     if stuck:
-        text = f"at their highest value, where they count no more: {_listed(stuck)}"
+        text = f"saturated at their maximum: {_listed(stuck)}"
         found.append(PortFault("counter_saturated", None, text, {"saturated": stuck}))
     if lacking:
         text = f"ECN and CNP are not observable everywhere, files are missing: {_listed(lacking)}"
@@ -262,7 +262,7 @@ def _of_port(old: Port, new: Port, seconds: float) -> list[PortFault]:
     wait = wait_share(deltas.get("port_xmit_wait"), new.gbit_s, seconds)
     if wait is not None and wait >= WAIT_SHARE:
         values.setdefault("congestion", []).append(
-            f"port_xmit_wait: held back for {wait:.0%} of the time (suspect from {WAIT_SHARE:.0%})"
+            f"port_xmit_wait: waited for {wait:.0%} of the time (suspect from {WAIT_SHARE:.0%})"
         )
     evidence = _evidence(new, deltas, wait, seconds)
     return [

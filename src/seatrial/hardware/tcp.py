@@ -36,7 +36,7 @@ class Connection:
 
 
 def connections() -> list[Connection]:
-    """Of this process, in no order; empty where the kernel does not tell."""
+    """Of this process, in no order; empty if the kernel does not report them."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         try:

@@ -151,8 +151,8 @@ def transport_facts(root: Path = _ROOT) -> list[str]:
         direct = "nvidia_peermem is not loaded; whether there is GPUDirect RDMA is not known"
     switches = len(list((root / "proc/driver/nvidia-nvswitch/devices").glob("*")))
     nvls = (
-        f"{switches} NVSwitches are seen, so NCCL can use NVLS where the GPUs have it"
+        f"{switches} NVSwitches found, so NCCL can use NVLS if the GPUs support it"
         if switches
         else "no NVSwitch is seen by the driver: whether there is NVLS is not known here"
     )
-    return [direct, f"{nvls} (NCCL_DEBUG=INFO tells what it uses)"]
+    return [direct, f"{nvls} (NCCL_DEBUG=INFO shows what it uses)"]

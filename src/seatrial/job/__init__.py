@@ -1,4 +1,4 @@
-"""The job file: what is to be trained, on what, how. Reading one gives a checked Job or every problem at once."""
+"""The job file. Reading one returns a validated Job or raises InputError with all problems."""
 
 from seatrial.job.job import Job
 from seatrial.job.loading import job_from_text, load_job

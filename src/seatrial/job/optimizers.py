@@ -7,7 +7,7 @@ from functools import cache
 
 from seatrial.base.registry import Registry
 
-# Kinds of tensors that a checkpoint holds beside an optimizer's states.
+# Kinds of tensors in a checkpoint besides an optimizer's states.
 _TAKEN = {"model", "optimizer", "rng"}
 
 
@@ -29,7 +29,7 @@ class Optimizer:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes a parameter, beside fp32 weights and gradients."""
+        """Bytes per parameter, in addition to fp32 weights and gradients."""
         return 4 * len(self.states)
 
 

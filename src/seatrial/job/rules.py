@@ -243,13 +243,14 @@ def _namespaces(facts: Facts) -> Iterator[RuleViolation]:
         )
 
 
-def _network(facts: Facts) -> Iterator[RuleViolation]:
-    if facts.job.network is not None and facts.job.cluster.network is not None:
-        yield RuleViolation(
-            ("cluster.network", "network"),
-            "network is named in [cluster] and stated in [network]: which of them is meant is not known",
-            "remove one of them",
-        )
+def _stated_twice(facts: Facts) -> Iterator[RuleViolation]:
+    for key in ("gpu", "network"):
+        if getattr(facts.job, key) is not None and getattr(facts.job.cluster, key) is not None:
+            yield RuleViolation(
+                (f"cluster.{key}", key),
+                f"{key} is named in [cluster] and stated in [{key}]: which of them is meant is not known",
+                "remove one of them",
+            )
 
 
 def _metrics_ports(facts: Facts) -> Iterator[RuleViolation]:
@@ -378,7 +379,7 @@ RULES: tuple[Rule, ...] = (
     _never_recovers,
     _namespaces,
     _metrics_ports,
-    _network,
+    _stated_twice,
     _alerts,
     _alert_delivery,
     _checkpoint_places,

@@ -257,7 +257,7 @@ def _smaller_microbatch(batch: int, replicas: int, pipeline: int) -> str:
     return f", or microbatch = {micro}" if micro and batch % (replicas * pipeline * micro) == 0 else ""
 
 
-def _not_yet(facts: Facts) -> Iterator[RuleViolation]:
+def not_yet(facts: Facts) -> Iterator[RuleViolation]:
     parallel = _parallel(facts)
     for key, what in (("context", "context parallel"), ("expert", "expert parallel")):
         if getattr(parallel, key) > 1:
@@ -280,5 +280,5 @@ LAYOUT_RULES: tuple[Callable[[Facts], Iterator[RuleViolation]], ...] = (
     _split_backward_compiled,
     _split_backward_accumulate,
     _batch,
-    _not_yet,
+    not_yet,
 )

@@ -233,6 +233,29 @@ def joined_gpus(cluster: ClusterSection) -> int:
     return usual if usual % cluster.gpus_per_node == 0 else cluster.gpus_per_node
 
 
+class GpuSection(Section):
+    """A GPU by its figures, for the planner alone; in place of `cluster.gpu`."""
+
+    bf16_tflops: Annotated[float, Field(gt=0, le=1e6)] = Field(
+        description="dense peak of bf16 matrix products, TFLOP/s"
+    )
+    best_bf16_tflops: Annotated[float, Field(gt=0, le=1e6)] | None = Field(
+        default=None, description="the best rate at which one was measured; if missing, 0.75 of the peak"
+    )
+    hbm_gb: Annotated[float, Field(gt=0, le=1e6)] = Field(description="memory in GB, as data sheets count it")
+    hbm_tb_s: Annotated[float, Field(gt=0, le=1e4)] = Field(description="its bandwidth, TB/s")
+    link_gb_s: Annotated[float, Field(gt=0, le=1e6)] = Field(
+        description="GB/s in one direction to the other GPUs that it is joined with"
+    )
+    watts: Annotated[float, Field(gt=0, le=1e5)] | None = Field(
+        default=None, description="power limit; if missing, the usual one of the architecture"
+    )
+    architecture: Text | None = Field(
+        default=None,
+        description='whose kernels it runs: "Ampere", "Hopper", "Blackwell"; without one of them no speed is predicted',
+    )
+
+
 class NetworkSection(Section):
     """A network between nodes by its figures, for the planner alone; in place of `cluster.network`."""
 
@@ -519,7 +542,7 @@ class ScaleSection(Section):
 
 
 class WatchSection(Section):
-    """What is recorded and served for those who watch the run."""
+    """Monitoring: what is recorded, served and alerted."""
 
     telemetry_every_s: Annotated[float, Field(ge=1, le=3600)] = Field(
         default=10.0, description="seconds between two samples of each node's hardware in telemetry/"
@@ -563,6 +586,7 @@ class JobFile(Section):
     model: ModelSection
     data: DataSection
     cluster: ClusterSection = ClusterSection()
+    gpu: GpuSection | None = None
     network: NetworkSection | None = None
     parallel: ParallelSection | Literal["auto"] = Field(
         default=ParallelSection(), description='the layout; "auto": the planner chooses it'

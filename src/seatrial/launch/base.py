@@ -102,4 +102,4 @@ class Scheduled(Launcher, Protocol):
         """Settings of this scheduler that may kill agents before they have saved, within `grace_s`."""
 
     def logs(self, handle: str) -> Sequence[str]:
-        """Commands that show output kept only by the scheduler; none where all of it is in the run folder."""
+        """Commands that show output kept only by the scheduler; empty if all of it is in the run folder."""

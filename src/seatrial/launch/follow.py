@@ -20,7 +20,7 @@ _LAG_S = 60.0  # how stale a network file system's view of the folder may be
 
 
 @dataclass(frozen=True)
-class Stand:
+class StartState:
     """State of the current start of a scheduled run."""
 
     launch: Launch
@@ -44,7 +44,7 @@ def scheduled(launch: Launch) -> Scheduled:
     return launcher
 
 
-def stand(folder: RunFolder) -> Stand:
+def read_state(folder: RunFolder) -> StartState:
     """Read the folder and ask the scheduler. Raises InputError, RunFailed."""
     launch = current_launch(folder)
     launcher = scheduled(launch)
@@ -54,12 +54,12 @@ def stand(folder: RunFolder) -> Stand:
         status = launcher.status(launch.handle)
     waiting = follow_up(folder)
     outcome = read_outcome(folder, launch.generation)
-    return Stand(
+    return StartState(
         launch, outcome, status, None if waiting in (None, launch.handle) else launcher.status(waiting)
     )
 
 
-def end_rest(found: Stand) -> None:
+def end_rest(found: StartState) -> None:
     """Stop the scheduler from restarting the agents of a failed run. Raises RunFailed."""
     launcher, handle = scheduled(found.launch), found.launch.handle
     failed = found.outcome is not None and found.outcome.exit_code not in (EXIT_DONE, EXIT_PREEMPTED)
@@ -82,7 +82,7 @@ def follow(folder: RunFolder, tick: Callable[[], None], say: Callable[[str], Non
         now = time.monotonic()
         if now >= ask_at:
             ask_at = now + _ASK_S
-            found = stand(folder)
+            found = read_state(folder)
             outcome = found.outcome
             if not found.over:
                 gone_since = None
@@ -103,5 +103,5 @@ def follow(folder: RunFolder, tick: Callable[[], None], say: Callable[[str], Non
         time.sleep(_POLL_S)
     tick()
     if outcome.exit_code != EXIT_DONE:
-        end_rest(stand(folder))
+        end_rest(read_state(folder))
     return outcome.exit_code

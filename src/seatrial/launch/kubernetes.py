@@ -88,11 +88,11 @@ class KubernetesLauncher:
         """Create all objects, or none. Raises RunFailed with kubectl's message."""
         create = ("create", "--filename", str(files[FILE]))
         # Dry run of all objects first: the second of two may be the one that is refused.
-        _said(_kubectl(*create, "--dry-run=server", "--output=name"))
+        _message_of(_kubectl(*create, "--dry-run=server", "--output=name"))
         result = _kubectl(*create, f"--output={_MADE}")
         objects = [line.split() for line in result.out.splitlines()]
         if not objects:
-            _said(result)
+            _message_of(result)
         namespace, kind, name, uid = objects[0]
         handle = f"{namespace}/{JOB_SETS if kind == 'JobSet' else JOBS}/{name}"
         if kind == "Job" and result.ok:  # owner reference: the Service is deleted with its Job
@@ -103,7 +103,7 @@ class KubernetesLauncher:
             )
         if not result.ok:
             self.signal(handle, "end")
-            _said(result)
+            _message_of(result)
         return handle
 
     def status(self, handle: str) -> Status:
@@ -142,11 +142,11 @@ class KubernetesLauncher:
         space, resource, name = _parts(handle)
         targets = [f"{resource}/{name}", *([f"service/{name}"] if resource == JOBS else [])]
         # The Job first: deleted, it replaces no pods. Its pods are deleted with it, each with its own grace period.
-        _said(
+        _message_of(
             _kubectl("delete", *targets, space, "--ignore-not-found", "--cascade=background", "--wait=false")
         )
         if how == "end":
-            _said(
+            _message_of(
                 _kubectl(
                     "delete",
                     "pods",
@@ -183,7 +183,7 @@ def _kubectl(*arguments: str) -> Result:
     return run_tool(Order("kubectl", ("kubectl", *arguments), _TIMEOUT_S))
 
 
-def _said(result: Result) -> str:
+def _message_of(result: Result) -> str:
     """stdout of the command. Raises RunFailed with kubectl's message."""
     if result.ok:
         return result.out

@@ -97,15 +97,11 @@ class LocalLauncher:
         for spec in specs:
             extra = " ".join(f"{k}={shlex.quote(v)}" for k, v in _gpus_of(spec).items())
             command = shlex.join([*self._prefix(job, spec.node), *spec.agent_command()])
-            if spec.device == "cpu":
-                starts = f"{shlex.join(spec.fork_server_command())}   # forks its ranks, each as if by"
-            else:
-                starts = "its ranks, each by"
             worker = [*spec.worker_command_prefix(), *spec.worker_arguments(generation)]
             node = spec.node_environment(job, os.environ | _gpus_of(spec))
             block = (
                 f"{extra} {command}\n".lstrip()
-                + f"# starts {starts}\n"
+                + f"# starts {shlex.join(spec.fork_server_command())}   # forks its ranks, each as if by\n"
                 + f"#   {shlex.join(worker)}\n"
                 + "# every rank of it:\n"
                 + _comments(node.variables)

@@ -28,7 +28,7 @@ from seatrial.data.prepare import (
 from seatrial.job.optimizers import optimizer_named
 from seatrial.launch import LocalLauncher, launcher_for
 from seatrial.launch.base import Outcome, Scheduled
-from seatrial.launch.follow import end_rest, stand
+from seatrial.launch.follow import end_rest, read_state
 from seatrial.launch.preflight import device_of
 from seatrial.record import events
 from seatrial.record.filesystem import check_filesystem, put_token
@@ -257,7 +257,7 @@ def _refuse_scheduled(folder: RunFolder) -> None:
     launch = checked_launch(folder)
     if launch is None or not launch.scheduled or launch.handle is None:
         return
-    found = stand(folder)
+    found = read_state(folder)
     if not found.over:
         words = (
             found.status.words

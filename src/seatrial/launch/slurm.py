@@ -84,7 +84,7 @@ class SlurmLauncher:
         done = run_command(words)
         if done.returncode == 0:
             return []
-        said = _said(done)
+        said = _message_of(done)
         return [
             job.located(
                 RuleViolation(
@@ -171,7 +171,9 @@ class SlurmLauncher:
         """Submit the script; the id of the job, or of the array."""
         done = run_command(["sbatch", "--parsable", str(files[SCRIPT])])
         if done.returncode != 0:
-            raise RunFailed(f"sbatch refused the job: {_said(done)}", hint=f"the job is {files[SCRIPT]}")
+            raise RunFailed(
+                f"sbatch refused the job: {_message_of(done)}", hint=f"the job is {files[SCRIPT]}"
+            )
         return done.stdout.strip().partition(";")[0]  # ";CLUSTER" follows in a federation
 
     def status(self, handle: str) -> Status:
@@ -183,7 +185,7 @@ class SlurmLauncher:
         if done.returncode != 0:
             if "Invalid job id" in done.stderr:
                 return Status("gone", "not in the queue")
-            return Status("unknown", _said(done))
+            return Status("unknown", _message_of(done))
         lines = sorted(set(done.stdout.splitlines()))
         states = [line.split()[0] for line in lines]
         if not states:
@@ -205,7 +207,7 @@ class SlurmLauncher:
     def _cancel(self, *words: str) -> None:
         done = run_command(["scancel", *words])
         if done.returncode != 0 and "Invalid job id" not in done.stderr:
-            raise RunFailed(f"scancel failed: {_said(done)}")
+            raise RunFailed(f"scancel failed: {_message_of(done)}")
 
     def logs(self, handle: str) -> Sequence[str]:
         """None: the script and the agents write to the run folder's logs."""
@@ -377,7 +379,7 @@ def run_command(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
         ) from error
 
 
-def _said(done: subprocess.CompletedProcess[str]) -> str:
+def _message_of(done: subprocess.CompletedProcess[str]) -> str:
     text = " ".join((done.stderr or done.stdout).split())
     return (
         re.sub(r"^(sbatch|scancel|squeue|scontrol): (error: )?", "", text) or f"exit status {done.returncode}"

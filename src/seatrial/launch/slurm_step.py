@@ -104,7 +104,7 @@ class SlurmStepLauncher:
             time=time.time(),
             log=str(said),
             tail=tail_of(said),
-            hint=f"the whole log is {said}; those of the agents are beside it",
+            hint=f"the whole log is {said}; the agents' logs are next to it",
         )
         return Outcome(EXIT_FAILED, failure)
 

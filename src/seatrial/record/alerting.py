@@ -1,6 +1,6 @@
-"""Alerts in events.jsonl: events of kind "alert", one when an alert begins to fire, one when it is resolved.
+"""Alerts in events.jsonl: events of kind "alert", one when an alert starts to fire, one when it is resolved.
 
-The monitor beside the coordinator decides them (`watch.alerts`); everything that shows alerts reads them here.
+The monitor process evaluates them (`watch.alerts`); everything that shows alerts reads them here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Alert:
     nodes: list[int]  # empty: it concerns the whole run
     rank: int | None
     evidence: dict[str, Any]  # values and limits, by name
-    command: str | None  # what to run next
+    command: str | None  # suggested command
 
     def event_data(self) -> dict[str, Any]:
         """The data of the event that records it."""
@@ -54,7 +54,7 @@ def alert_of(event: Event) -> Alert | None:
 
 
 def last_alerts(events: Iterable[Event]) -> list[Alert]:
-    """The newest alert of each key according to `events`, that of the oldest condition first."""
+    """The latest alert of each key in `events`, ordered by the start of their conditions."""
     found: dict[str, Alert] = {}
     for event in events:
         alert = alert_of(event)

@@ -19,7 +19,7 @@ _STARTED = ("run_started", "generation_started")
 
 @dataclass(frozen=True)
 class Audit:
-    """What the records of a run prove, and which of them could not be read."""
+    """What the records of a run prove, and the unreadable ones."""
 
     proof: Proof
     job: JobFacts

@@ -1,4 +1,4 @@
-"""Many lines of a records file at once, as columns: a run of a month has hundreds of thousands, too many to decode one by one.
+"""Parses many lines of a records file at once into columns: a month's run has hundreds of thousands of lines, too many to decode one by one.
 
 Only where there is nothing to judge: for data with any line that is not a record `columns` returns None, and the caller
 reads them line by line.
@@ -43,7 +43,7 @@ def columns(cls: Any, data: bytes, kept: Path) -> Columns | None:
 
 
 def keep(cls: Any, path: Path, offset: int, kept: Path) -> int | None:
-    """Keep the columns of the next piece of the records file `path`, which begins at `offset`.
+    """Cache the columns of the chunk at `offset` of the records file `path`.
 
     Returns where it ends: `offset` if it is not complete yet, None if the file cannot be kept from there on. Raises OSError.
     """
@@ -95,7 +95,7 @@ def _load(path: Path, cls: Any, data: bytes) -> Columns | None:
 
 
 def _parse(cls: Any, data: bytes) -> Columns | None:
-    """As `columns`, from the JSON."""
+    """Like `columns`, parsed from the JSON."""
     import pyarrow as pa
     from pyarrow import json
 
@@ -115,7 +115,7 @@ def _parse(cls: Any, data: bytes) -> Columns | None:
         return None
     for f in fields:
         nulls = table[f.name].null_count and not f.optional
-        # null, or not there at all: Arrow does not tell.
+        # null or absent: Arrow does not distinguish them.
         if nulls and (not f.nullable or data.count(f'"{f.name}":'.encode()) < table.num_rows):
             return None
     found: Columns = {f.name: table[f.name].to_numpy() for f in fields}

@@ -1,7 +1,7 @@
 """ranks/GENERATION/rankN.collectives.jsonl: the number and bytes of one rank's collectives in each step, by dimension.
 
-Nearly all steps of a run are alike, so a line holds from its step on until the next line; where every tenth step is
-otherwise, as when weights are compared, it says that too. Absent in older run folders.
+Nearly all steps of a run are equal, so a line applies from its step on until the next line; if every tenth step is
+different, as when weights are compared, the line says so. Absent in older run folders.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Issued:
 
     calls: float
     bytes: (
-        float  # of the whole messages: what is gathered, scattered or summed, or one tensor sent or received
+        float  # of whole messages: the tensor gathered, scattered or summed, or one tensor sent or received
     )
-    ranks: int | None  # of a group; None for what is along no dimension
+    ranks: int | None  # per group; None if along no dimension
 
     @property
     def message_bytes(self) -> float:
-        """Of one call."""
+        """Bytes per call."""
         return self.bytes / self.calls
 
 
@@ -60,7 +60,7 @@ class StepCollectives:
 
 @dataclass(frozen=True)
 class _Rhythm:
-    """Every so many steps one is otherwise."""
+    """Every nth step is different."""
 
     usual: Counted
     every: int
@@ -75,9 +75,9 @@ class CollectivesWriter:
         """`ranks`: dimension -> size of its groups."""
         self._lines = LineWriter(folder.collectives(generation, rank))
         self._ranks = ranks
-        self._line: Counted | None = None  # what the last line holds
-        self._rhythm: _Rhythm | None = None  # of the last line
-        self._seen: _Rhythm | None = None  # that was seen last: it goes on after a save
+        self._line: Counted | None = None  # content of the last line
+        self._rhythm: _Rhythm | None = None  # period of the last line
+        self._seen: _Rhythm | None = None  # the last one seen, which continues after a save
         self._recent: tuple[Counted | None, Counted | None] = (None, None)  # the two steps before
         self._odd: tuple[int, Counted, Counted] | None = (
             None  # the last single step that was otherwise; the usual

@@ -64,7 +64,7 @@ def write(folder: RunFolder, event: Event) -> None:
 
 
 def read_events(folder: RunFolder) -> tuple[list[Event], list[Problem]]:
-    """All events in file order, and the lines that are not events."""
+    """All events in file order, and problems of invalid lines."""
     numbered, problems = read_numbered(folder.events, NOUN)
     events, wrong = decode_all(Event, numbered, file=folder.events.name, noun=NOUN)
     return events, sorted(problems + wrong, key=lambda p: p.line)

@@ -56,7 +56,7 @@ class Failure:
 
     @classmethod
     def from_event(cls, event: Event) -> Failure:
-        """The opposite of `event_data`; also from the event of a failed part of a run whose end nobody recorded."""
+        """The opposite of `event_data`; also from the event of a failed part of a run whose end was not recorded."""
         known: dict[str, Any] = {"node": event.node, "rank": event.rank, "time": event.time}
         known |= {"message": event.message, "cause": event.message}
         # The node and rank in `data` are those that failed; the event's own may be the writer's.
@@ -81,7 +81,7 @@ class Failure:
 
 
 def read_rank_error(path: Path) -> RankError | None:
-    """What a rank wrote when it failed; None if it wrote nothing or was killed while writing."""
+    """The error file of a failed rank; None if there is none, or it is incomplete."""
     try:
         values = read_json(path)
         return decode(RankError, values) if isinstance(values, dict) else None

@@ -74,7 +74,7 @@ class RunFolder:
         return self.control / "follow_up"
 
     def rendered(self, generation: int) -> Path:
-        """What was submitted to a scheduler for the start of this generation."""
+        """The files submitted to a scheduler for the start of this generation."""
         return self.path / "launch" / f"{generation:06d}"
 
     @property
@@ -89,7 +89,7 @@ class RunFolder:
 
     @property
     def trackers(self) -> Path:
-        """What was pushed to each tracker, and the logs of the processes that do it: see `watch.trackers`."""
+        """Push progress of each tracker, and logs of the pushing processes: see `watch.trackers`."""
         return self.control / "trackers"
 
     @property
@@ -104,7 +104,7 @@ class RunFolder:
 
     @property
     def prometheus_targets(self) -> Path:
-        """Where the agents serve `/metrics`, for Prometheus' file_sd_configs."""
+        """Addresses of the agents' `/metrics`, for Prometheus' file_sd_configs."""
         return self.control / "prometheus-targets.json"
 
     @property
@@ -119,7 +119,7 @@ class RunFolder:
 
     @property
     def monitor_log(self) -> Path:
-        """What the monitor beside the coordinator could not report otherwise, as text lines."""
+        """stderr of the monitor process, as text lines."""
         return self.control / "monitor.log"
 
     @property
@@ -148,7 +148,7 @@ class RunFolder:
         return self.ranks / f"{generation:06d}" / f"rank{rank}.collectives.jsonl"
 
     def connections(self, generation: int, rank: int) -> Path:
-        """What the kernel measured on one rank's TCP connections; see `record.connections`."""
+        """The kernel's measurements of one rank's TCP connections; see `record.connections`."""
         return self.ranks / f"{generation:06d}" / f"rank{rank}.tcp.json"
 
     def port_counters(self, node: int) -> Path:
@@ -160,7 +160,7 @@ class RunFolder:
         return self.path / "nodes" / f"node{node}.gpus.json"
 
     def telemetry_of(self, node: int) -> Path:
-        """What the agents of one node read of it; see `record.telemetry`."""
+        """Telemetry of one node; see `record.telemetry`."""
         return self.telemetry / f"node{node}"
 
     def trace(self, generation: int, rank: int) -> Path:
@@ -168,7 +168,7 @@ class RunFolder:
         return self.ranks / f"{generation:06d}" / f"rank{rank}.trace.json.gz"
 
     def traces(self) -> list[Path]:
-        """Those that were recorded."""
+        """The recorded ones."""
         return sorted(self.ranks.glob("*/rank*.trace.json.gz"))
 
     def last_generation(self) -> int:

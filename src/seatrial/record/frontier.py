@@ -1,4 +1,4 @@
-"""Where a step's time goes, over all ranks: frontier accounting (StageFrontier, arXiv:2606.06751).
+"""Step time by stage over all ranks: frontier accounting (StageFrontier, arXiv:2606.06751).
 
 Averages over ranks hide a slow rank, and the most of each stage counts one delay twice: a rank that is late makes all
 others wait. Here each rank's stages are added up in one order; the frontier is the largest sum of any rank at each
@@ -23,12 +23,12 @@ WARM_UP = 2  # first steps of a generation, whose times mean nothing: compilatio
 
 @dataclass(frozen=True)
 class Split:
-    """Where the time of one step went, or on average of several: `seconds`, one for each of STAGES, add up to it."""
+    """The time of one step, or the mean of several, by stage: `seconds` of all STAGES add up to it."""
 
     seconds: NDArray[np.float64]
     setters: NDArray[np.int64]  # for each stage, the rank (row) whose sum is the frontier at its end
-    own_s: NDArray[np.float64]  # of each rank: work that waits for no other
-    passes_s: NDArray[np.float64]  # of each rank: forward and backward
+    own_s: NDArray[np.float64]  # by rank: own work, without waiting for others
+    passes_s: NDArray[np.float64]  # by rank: forward and backward
 
     @property
     def step_s(self) -> float:

@@ -33,7 +33,7 @@ LABELS = {
     "warm_up": "first step of a start beyond a usual one (compilation, allocation, connections)",
     "detection": "from a failure to its detection",
     "recovery": "from the detection to the next step",
-    "redone": "steps thrown away: done again, or interrupted",
+    "redone": "discarded steps: redone, or interrupted",
     "reshape": "planned change of nodes",
     "waiting": "waiting for nodes",
     "checkpoint": "training stopped for a checkpoint",
@@ -51,7 +51,7 @@ _WITH_LOSS = (tl.DETECTION, tl.RECOVERY, tl.REDONE, tl.WAITING)
 
 @dataclass(frozen=True)
 class Goodput:
-    """Where the time from `begin` to `end` (unix seconds) went; `seconds` of all CAUSES add up to `wall_s`."""
+    """The time from `begin` to `end` (unix seconds) by cause; `seconds` of all CAUSES add up to `wall_s`."""
 
     begin: float
     end: float
@@ -64,7 +64,7 @@ class Goodput:
     node_mtbf: Mtbf
     idle_nodes: list[int]  # held without ranks at the end
     idle_node_s: dict[int, float]  # node -> seconds held without ranks, of the whole run
-    straggling: Straggling | None  # what `straggler` was measured on
+    straggling: Straggling | None  # the sample behind `straggler`
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -126,7 +126,9 @@ def goodput(
         begin = min(max(begin, since), end)
     lengths = found.lengths(begin, end)
     sums = np.bincount(found.causes, lengths, len(CAUSES))
-    notes = ["compilation is not recorded by itself: it is in `warm_up`, after a failure in `recovery`"]
+    notes = [
+        "compilation is not recorded separately: it is part of `warm_up`, and after a failure of `recovery`"
+    ]
     if straggling is None:
         notes.append("the excess of stragglers is not separated: it is in `productive`")
     else:

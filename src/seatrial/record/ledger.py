@@ -64,7 +64,7 @@ def each_ledger_line(folder: RunFolder, problems: list[Problem]) -> Iterator[tup
 
 
 def ledger_gaps(records: Sequence[LedgerRecord], global_batch: int) -> list[str]:
-    """What contradicts "every step once, every sample once", as messages; empty if nothing does.
+    """Contradictions to "every step once, every sample once", as messages; empty if there are none.
 
     Steps must be 1, 2, ..., each once in its last generation, and step n must contain the samples
     (n - 1) x global_batch, ..., n x global_batch - 1. Steps that were skipped on purpose are in the ledger.

@@ -38,7 +38,7 @@ Why = Literal["preempt", "interrupt", "now"]  # how the user or a scheduler want
 
 
 class Message:
-    """What all messages have."""
+    """Base of all messages."""
 
     op: ClassVar[str]  # its name on the wire, unique in its direction
 
@@ -67,7 +67,7 @@ class _NamesSnapshot(Message):
 
 @dataclass(frozen=True)
 class AgentAddress:
-    """Where the agent of `node` listens."""
+    """The address of the agent of `node`."""
 
     node: int
     address: str
@@ -447,7 +447,7 @@ class Inspected(Message):
     id: int
     left: list[int]  # ranks that have finished
     dumps: dict[str, dict[str, Any]]  # answers: train/supervision/flight.py
-    evidence: dict[str, EvidenceValues]  # of those that did not answer
+    evidence: dict[str, EvidenceValues]  # of ranks that did not answer
 
 
 @dataclass(frozen=True)
@@ -668,7 +668,7 @@ class SnapshotFilled(_NamesSnapshot):
 
 @dataclass(frozen=True)
 class Dump(Message):
-    """What its main thread does: train/supervision/flight.py."""
+    """The state of its main thread: train/supervision/flight.py."""
 
     op = "dump"
     id: int
@@ -708,6 +708,7 @@ class Fork(Message):
     env: dict[str, str]  # added to its environment
     argv: list[str]
     token: str
+    cpus: list[int]  # that it is bound to; none: not bound
 
 
 @dataclass(frozen=True)
@@ -777,7 +778,7 @@ class EndMonitor(Message):
 
 @dataclass(frozen=True)
 class MonitorAlert(Alert, Message):
-    """An alert begins to fire, is resolved, or concerns more nodes than before: to be written to events.jsonl."""
+    """An alert that starts to fire, is resolved, or has new nodes: to be written to events.jsonl."""
 
     op = "alert"
 
@@ -939,7 +940,7 @@ FromTaker = SnapshotTaken
 
 
 def encode(message: Message) -> dict[str, Any]:
-    """As a JSON object, which shares its lists and dicts with `message`."""
+    """The message as a JSON object, which shares lists and dicts with `message`."""
     return {message.op: _values(message)}
 
 

@@ -30,7 +30,7 @@ class GpuUse:
     """One GPU in these seconds. None: not known."""
 
     sm_mhz: float | None  # mean clock of the samples in which it was busy
-    samples: int  # so many
+    samples: int  # number of samples
     pcie_replays: int | None
     nvlink: dict[str, int] | None  # "LINK COUNTER" -> errors, those that grew
     tensor_active: float | None = None  # share of the time, 0..1, from its first busy sample to its last

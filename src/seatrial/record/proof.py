@@ -27,7 +27,7 @@ EVENTS = "events.jsonl"
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the other records contain about the run."""
+    """Facts about the run from other records."""
 
     # Every generation that began -> step of the state it resumed from, 0: from scratch. Empty: not known.
     starts: Mapping[int, int] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Proof:
-    """What the ledger proves; `violations` is empty if it does."""
+    """The result of checking the ledger; `violations` is empty if it is proven."""
 
     steps: int  # the history ends with this step
     skipped: list[

@@ -25,7 +25,7 @@ _SKIPPED = encode({"skipped": True})[1:-2]  # as it appears in a line
 
 
 def recent_metrics(folder: RunFolder, count: int) -> list[MetricsRecord]:
-    """Of about the newest `count` steps, the records that led to the run's current state, by step."""
+    """The records of about the last `count` steps that led to the run's current state, by step."""
     last: dict[int, MetricsRecord] = {}
     for record in _usable(MetricsRecord, _last_lines(folder.metrics, 4 * count)):
         known = last.get(record.step)

@@ -15,11 +15,11 @@ from seatrial.record.stages import read_generation
 from seatrial.record.view import RunReader, RunView
 
 _STEPS = 32  # recent ones, whose mean is the split
-_SPLIT_EVERY_S = 60.0  # it reads a thousand files where there are a thousand ranks
+_SPLIT_EVERY_S = 60.0  # reads one file per rank
 
 
 class RunSeries:
-    """Follows one run: each reading costs what was written since the one before."""
+    """Follows one run; each poll reads only new records."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._reader = RunReader(folder)
@@ -34,7 +34,7 @@ class RunSeries:
 
 
 def run_values(view: RunView, now: float, split: Mapping[str, float] | None = None) -> dict[str, float]:
-    """Series -> value of a run at unix time `now`; what is not known is absent. `view` must not be a brief one.
+    """Series -> value of a run at unix time `now`; unknown values are absent. `view` must not be a brief one.
 
     `split`: that of `recent_split`, which may be of some time ago; None: of now.
     """

@@ -29,7 +29,7 @@ class Running:
 
 
 def running(folder: RunFolder) -> Running | None:
-    """What runs the run, None if nothing does. A scheduled start without an agent yet counts, too."""
+    """The process or scheduled start that runs the run; None if it is not running. A scheduled start counts before its first agent."""
     if lock.is_held(folder.lock):
         return Running(pid=lock.holder(folder.lock))
     try:

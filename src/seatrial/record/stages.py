@@ -5,8 +5,8 @@ line's "stages" (float32), little-endian. Appended to by one rank; a killed rank
 
 Every PART records move to rankN.stages.zst, as a thousand ranks would write GBs a day otherwise: after the same line,
 blocks of records, each with three numbers (uint32) before it: of its records, of its compressed bytes, and the first step.
-Seconds are rounded there to 11 bits, 0.02 %, and all records' first bytes lie beside each other, then all second bytes, and
-so on, under zstd. Where many ranks do short steps, a block has a sample of its steps, the same in all ranks.
+Seconds are rounded there to 11 bits, 0.02 %, and bytes are shuffled: all records' first bytes, then all second bytes, and
+so on, compressed with zstd. With many ranks and short steps, a block has a sample of its steps, the same in all ranks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ STAGES = (
     *("tensor", "shard", "replicate", "pipeline", "step_sum"),
     "validation",
 )
-OWN = SAVE + 1  # the first so many are work of the rank itself
+OWN = SAVE + 1  # number of stages that are the rank's own work; they come first
 
 _VERSION = 1
 _LONGEST_HEADER = 1 << 16  # bytes
@@ -54,12 +54,12 @@ _LARGEST_BLOCK = 1 << 24  # bytes
 
 @dataclass(frozen=True)
 class RankStages:
-    """What one rank recorded in one generation; a step that was done again counts once, as done last."""
+    """The record of one rank in one generation; of a redone step only the last attempt."""
 
     generation: int
     rank: int
     ranks: int  # of the generation
-    clock: str  # what was measured: "cpu", the wall clock; "cuda", the device
+    clock: str  # clock of the measurement: "cpu", the wall clock; "cuda", the device
     first_step: int  # of the generation
     not_separated: Mapping[str, str]  # stage -> where its time is counted instead
     steps: NDArray[np.int64]  # increasing
@@ -90,7 +90,7 @@ class StageWriter:
         self._least_s = ranks * _LEAST_S
         self._packed = folder.packed_stages(generation, rank)
         self._written = time.monotonic()
-        # A generation's number is never used again: what is there would be of another process of this rank.
+        # Generation numbers are never reused: an existing file would be of another process of this rank.
         self._fd = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
         head = {
             "seatrial_stages": _VERSION,
@@ -152,7 +152,7 @@ def read_generation(
 ) -> tuple[dict[int, RankStages], list[Problem]]:
     """Rank -> what it recorded, and the files that cannot be used; nothing where a generation recorded nothing.
 
-    `most`: only the last so many records of each rank, or of those up to step `until`.
+    `most`: only the last `most` records of each rank, up to step `until` if given.
     """
     found: dict[int, RankStages] = {}
     problems: list[Problem] = []
@@ -182,7 +182,7 @@ def read_generation(
 def read_stages(
     path: Path, packed: Path | None = None, *, most: int | None = None, until: int | None = None
 ) -> RankStages | None:
-    """What is in one file and in `packed`; None if its rank ended before it had written the first line.
+    """The content of one file and of `packed`; None if the rank ended before writing the first line.
 
     `most`, `until`: see `read_generation`. An incomplete last record or block is ignored. Raises OSError, or ValueError with what is
     wrong with a file.

@@ -26,7 +26,7 @@ KINDS = (
 class Facts:
     """The facts that decide the state of a run, all about its last start."""
 
-    by: Running | None  # what runs it
+    by: Running | None  # process or scheduled start, if running
     events: Sequence[Event]
     generation: int  # the last generation of this start
     stepped: bool  # this start has recorded a step
@@ -40,12 +40,12 @@ class Facts:
 
     @property
     def alive(self) -> bool:
-        """Whether it runs. A process that has recorded its end may hold the lock briefly, to print it."""
+        """Whether it is running. After recording the end, a process may briefly hold the lock while printing."""
         return self.by is not None and self.end is None
 
     @property
     def queued(self) -> bool:
-        """Whether it was submitted to a scheduler, and no agent has begun."""
+        """Whether it was submitted to a scheduler and no agent has started."""
         submitted = self.alive and self.by is not None and self.by.launch is not None
         return submitted and _last(self.events, ("coordinator_elected",)) is None
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class StepLog:
-    """All records of metrics.jsonl; unlike `History` it keeps those whose steps were done again later."""
+    """All records of metrics.jsonl; unlike `History` it keeps records of steps that were redone later."""
 
     def __init__(self) -> None:
         self.steps, self.generations = array("q"), array("q")
@@ -21,7 +21,7 @@ class StepLog:
         self.validation = array("d")  # seconds of the validation after it; NaN: none
 
     def take(self, record: MetricsRecord) -> None:
-        """Take the next record of metrics.jsonl."""
+        """Add the next record of metrics.jsonl."""
         self.steps.append(record.step)
         self.generations.append(record.generation)
         self.times.append(record.time)
@@ -29,7 +29,7 @@ class StepLog:
         self.validation.append(math.nan if record.validation_time_s is None else record.validation_time_s)
 
     def take_columns(self, found: Columns) -> None:
-        """Take many records at once."""
+        """Add many records."""
         self.steps.frombytes(found["step"].tobytes())
         self.generations.frombytes(found["generation"].tobytes())
         self.times.frombytes(found["time"].tobytes())

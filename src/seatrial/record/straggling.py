@@ -31,8 +31,8 @@ class Straggling:
     error: float | None  # its standard error, from the spread of the groups; None: of a single group
     steps: int
     of_steps: int
-    rank: int  # that had most own work most often
-    rank_steps: int  # in so many of them
+    rank: int  # the rank that was slowest most often
+    rank_steps: int  # number of steps in which this rank was the slowest
 
 
 def straggling(folder: RunFolder, log: StepLog) -> Straggling | None:

@@ -1,4 +1,4 @@
-"""Telemetry of a run's nodes, read from the folder: the newest values, and series over time.
+"""Reads telemetry of a run's nodes from the folder: latest values, and series over time.
 
 The names are those of `record.series`; the files are described in `record.telemetry_format`.
 """
@@ -34,7 +34,7 @@ _LARGEST = 64 << 20  # bytes of a table; a chunk of six hours has about 3 MiB
 
 @dataclass(frozen=True)
 class Sample:
-    """The newest values of one node."""
+    """The latest values of one node."""
 
     time: float  # unix seconds
     every_s: float  # seconds between two samples: a much older one is of an agent that has ended
@@ -47,7 +47,7 @@ class Points:
     """One series over time: the values of a gauge; of a counter its growth a second since the sample before.
 
     A point is one sample, or the samples of an interval with their mean, low and high, at the time of the last one.
-    Where nothing was read there is no point.
+    There is no point if nothing was read.
     """
 
     times: NDArray[np.float64]  # unix seconds, increasing
@@ -72,7 +72,7 @@ def read_latest(folder: RunFolder) -> dict[int, Sample]:
 
 
 def read_names(folder: RunFolder, node: int) -> list[str]:
-    """The series in the newest chunk of one node."""
+    """The series in the latest chunk of one node."""
     for path in reversed(chunks(folder, node)):
         try:
             header, _ = read_chunk(path, most=0)
@@ -118,10 +118,10 @@ def read_series(
 
 
 def read_chunk(path: Path, *, most: int | None = None) -> tuple[Header, NDArray[Any]]:
-    """The columns and records of a chunk; an incomplete last record is ignored. `most`: the last so many.
+    """The columns and records of a chunk; an incomplete last record is ignored. `most`: only the last `most` records.
 
     A record has `time`, `counters` and, of gauges, `mean`, `low` and `high`; the last two only where it is thinned.
-    Raises OSError, or ValueError with what is wrong with the file.
+    Raises OSError, or ValueError with the file's problem.
     """
     with open(open_file(path), "rb") as file:
         line = file.readline(LONGEST_HEADER)

@@ -5,7 +5,7 @@ sample is one record: time and counters as float64, gauges as float32, rounded t
 value was not read. A chunk that is closed becomes `TIME.samples.zst`: after the line, all records' first bytes, then all second bytes, and so
 on, compressed with zstd. One older than a day is thinned: one record for every ten, with mean, low and high of gauges.
 
-This is detail for people and alerts. It may be lost or deleted; events, ledger and metrics hold what a run did.
+Telemetry serves diagnosis and alerts only. It may be lost or deleted; events, ledger and metrics are the record of a run.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def packed(header: Header, data: bytes) -> bytes:
     size = header.record_bytes
     count = len(data) // size
     head = Header(header.node, header.every_s, header.counters, header.gauges, header.thin, count)
-    # Neighbouring samples differ in few of their bytes: those of equal place lie beside each other.
+    # Byte shuffle: neighbouring samples differ in few of their bytes, so bytes of equal position are stored together.
     columns = b"".join(data[i : count * size : size] for i in range(size))
     return head.line() + zstandard.ZstdCompressor(level=9).compress(columns)
 
@@ -94,7 +94,7 @@ def chunks(folder: RunFolder, node: int) -> list[Path]:
 
 
 def start_of(path: Path) -> float:
-    """When a chunk begins, in unix seconds."""
+    """Start of a chunk, unix seconds."""
     return int(path.name.partition(".")[0]) / 1000
 
 

@@ -16,12 +16,12 @@ from seatrial.record.series import is_counter
 from seatrial.record.telemetry_format import OPEN, PACKED, Header, chunks, packed, parse_header, start_of
 
 CHUNK_S = 6 * 3600.0  # seconds of samples in one file: four files a day and node
-THIN_AFTER_S, THIN = 24 * 3600.0, 10  # older chunks keep one record for so many samples
-MOST_SERIES = 1024  # of a node; further ones are left out
+THIN_AFTER_S, THIN = 24 * 3600.0, 10  # older chunks keep one record per THIN samples
+MOST_SERIES = 1024  # per node; further ones are dropped
 
 
 class TelemetryWriter:
-    """Appends samples to the open chunk of one node; begins another when it is full or there are new series."""
+    """Appends samples to the open chunk of one node; starts a new one when it is full or there are new series."""
 
     def __init__(self, folder: RunFolder, node: int, every_s: float) -> None:
         self._folder, self._node, self._every_s = folder, node, every_s
@@ -32,7 +32,7 @@ class TelemetryWriter:
         self._ends = self._last = 0.0
 
     def add(self, time: float, values: Mapping[str, float]) -> None:
-        """Append one sample. Raises OSError; the next sample then begins another chunk."""
+        """Append one sample. Raises OSError; the next sample then starts a new chunk."""
         if time <= self._last:
             return  # the clock was set back: records are in order of time
         new = sorted(name for name in values if name not in self._names)[: MOST_SERIES - len(self._names)]
@@ -91,7 +91,7 @@ def _rounded(value: float) -> float:
 
 
 def _tidy(path: Path, *, thin: bool) -> None:
-    """Leave `path` compressed, and thinned if it is old. One that cannot be used stays as it is."""
+    """Compress `path`, and thin it if it is old. An unreadable file is left unchanged."""
     is_open = path.name.endswith(OPEN)
     with contextlib.suppress(ValueError):
         if thin:

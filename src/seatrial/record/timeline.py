@@ -62,7 +62,7 @@ class Interruption:
 
 @dataclass
 class Timeline:
-    """Pieces in order; each begins where the one before it ends."""
+    """Consecutive intervals in order."""
 
     ends: NDArray[np.float64]
     causes: NDArray[np.int64]
@@ -89,12 +89,12 @@ class _Steps:
     end: NDArray[np.float64]
     seconds: NDArray[np.float64]
     validation: NDArray[np.float64]  # seconds after its end
-    redone: NDArray[np.bool_]  # its result was thrown away later
+    redone: NDArray[np.bool_]  # whether its result was discarded later
     by: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))  # the step that did so, -1
 
     @classmethod
     def of(cls, log: StepLog, resumed: Mapping[int, int]) -> _Steps:
-        """`resumed`: generation -> the step that it goes on after."""
+        """`resumed`: generation -> step after which it continues."""
         step, generation = np.array(log.steps, np.int64), np.array(log.generations, np.int64)
         end, seconds, validation = np.array(log.times), np.array(log.seconds), np.array(log.validation)
         if step.size:
@@ -145,7 +145,7 @@ class _Sweep:
         self.phase, self.training, self.owner = START, False, -1
         self._around = START  # the phase in which the wait for nodes began
         self._ended: Event | None = None
-        self._seen = self.at  # the last sign of life
+        self._seen = self.at  # time of the last record
         self._started: set[int] = set()  # generations
         self._validates_s = 0.0  # after the last step of the last generation
         self._thrown_by = -1  # that step, as in `_block`
@@ -261,7 +261,7 @@ class _Sweep:
         self.phase, self.owner = QUEUE if queued else START, -1
 
     def _close_start(self) -> None:
-        """A start without a recorded end: after its last sign of life nothing is known."""
+        """A start without a recorded end: unknown after its last record."""
         if self._ended is None:
             self._validate(self._seen)
             self._to(self._seen, UNKNOWN if self.training else None)
@@ -282,7 +282,7 @@ class _Sweep:
         """A failure was detected: the step that it interrupted may have taken as long as others, the rest is detection."""
         data = event.data or {}
         if event.kind != "recovering" and not self.training and self.owner >= 0:
-            return  # the end of what is known already
+            return  # already known
         known = data.get("class")
         failure = Interruption(
             event.time,
@@ -341,7 +341,7 @@ class _Sweep:
     def _block(self, first: int, end: int) -> None:
         steps = self.steps
         seconds, ends = steps.seconds[first:end], np.maximum(steps.end[first:end], self.at)
-        if self._ended is not None or self.training:  # no event tells of this generation
+        if self._ended is not None or self.training:  # this generation has no events
             self.training, self.phase = False, UNKNOWN
         self._ended = None
         if end - first > 1:
@@ -359,7 +359,7 @@ class _Sweep:
         why, owner = self._gaps(first, end, before, ends, gap)
         gap[why < 0] = 0.0
         gap += validated
-        # The validation of the step before, and three more pieces a step: what was between it and the step before, the step, and what it lost as the run had shrunk.
+        # Per step: the validation of the previous step, the gap to it, the step, and its loss from fewer nodes.
         full = self._slots / self._most_slots if self._most_slots else 1.0
         table = np.stack(
             [before + validated, before + gap, ends - (1 - full) * (ends - before - gap), ends], axis=1
@@ -398,7 +398,7 @@ class _Sweep:
             known = self._saves[found] == after
         large = gap > max(_JITTER_S, _JITTER * (self._median or 0.0))
         why[large] = UNKNOWN
-        # The newest save may still be being written; one that its generation did not live to complete has no event.
+        # The latest save may still be in progress; one that its generation did not complete has no event.
         tail = np.where(large & (after > after[known].max(initial=-1)) & (gap < _UNFINISHED_SAVE_S), gap, 0.0)
         if tail.any():
             why[tail.argmax()] = CHECKPOINT

@@ -1,11 +1,11 @@
 """Why a size is less efficient than the first: causes with the seconds of a step that each explains. Pure.
 
-Three kinds of evidence. Own work that takes longer on some ranks than on their peers: those ranks. A collective that
-takes longer in some groups of a dimension than in the others: a link that only these groups use. Whatever has grown
-everywhere since the first size: no rank, no link.
+Three kinds of evidence. Own work that takes longer on some ranks than on their peers points to those ranks. A collective that
+takes longer in some groups of a dimension than in others points to a link that only these groups use. What has grown
+everywhere since the first size points to no rank and no link.
 
-What timings cannot tell: which member of a group has the slow link, since all of them wait alike. Where a rank is in
-several slow groups, along different dimensions, they have one node in common; otherwise only counters can name it.
+Timings cannot show which member of a group has the slow link, because all of them wait alike. If a rank is in
+several slow groups along different dimensions, these have one node in common; otherwise only counters can name it.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ Kind = Literal[
     "unexplained",
 ]
 
-# Shares of a step that a cause must explain: one that is of some ranks or groups only, and one that is everywhere, as
-# some growth always is. A gate of 80 % leaves room for several.
+# Minimum share of a step for a cause: of some ranks or groups only, and of all of them. Some growth
+# is always everywhere. A gate of 80 % leaves room for several causes.
 LEAST, LEAST_EVERYWHERE = 0.03, 0.05
 _SPREADS = (
-    5.0  # standard deviations from the peers; one of 1,024 normal values is beyond 5 once in 1,700 tries
+    5.0  # standard deviations from the peers; the largest of 1,024 normal values exceeds 5 once in 1,700 runs
 )
 _ERRORS = 3.0  # standard errors of the step times that a loss must exceed
-# Bytes that a member of a ring sends at a time: at 400 Gb/s these take 5 us, no longer than the latency of a hop.
+# Bytes per ring step: at 400 Gb/s these take 5 us, no longer than the latency of a hop.
 _SMALL_BYTES = 256 * 1024
-_LONGEST_HOP_S = 1e-3  # TCP answers within 0.1 ms, RDMA within 0.01 ms: what takes longer is not latency
+_LONGEST_HOP_S = 1e-3  # TCP round trips take 0.1 ms, RDMA 0.01 ms: anything longer is not latency
 _SLOWER = (
-    1.3  # times that a ring may exceed what its size explains, before its bandwidth is said to have fallen
+    1.3  # factor over the time expected for a ring of this size, beyond which bandwidth is considered lower
 )
 _BETWEEN_NODES = ("shard", "replicate", "pipeline", "step_sum")
 _OF_A_LINK = ("link_down", "link_errors", "slow_link", "retransmissions")
@@ -59,7 +59,7 @@ _OF_CONGESTION = ("congestion", "retransmissions")
 
 @dataclass(frozen=True)
 class Gain:
-    """What a change of the job file would gain, as a share of tokens/s; None: unknown, `basis` says why."""
+    """Predicted gain of a change to the job file, as a share of tokens/s; None: unknown, with the reason in `basis`."""
 
     change: str
     gain: float | None
@@ -74,10 +74,10 @@ class Gain:
 
 @dataclass(frozen=True)
 class Cause:
-    """One cause. No `ranks`: all alike. Several `nodes`: it is one of these, which one cannot be told."""
+    """One cause. No `ranks`: all ranks alike. Several `nodes`: one of these, unknown which."""
 
     kind: Kind
-    seconds: float  # of a step that it explains
+    seconds: float  # seconds of a step that it explains
     share: float  # of a step of this size
     stage: str | None
     dimensions: tuple[str, ...]
@@ -85,14 +85,14 @@ class Cause:
     nodes: tuple[int, ...]
     link: str | None  # a port by its name, or a rail by its number
     evidence: tuple[str, ...]
-    remove_node: int | None  # the node without which it would be gone
+    remove_node: int | None  # excluding this node would remove the cause
     tries: tuple[str, ...]
     gains: tuple[Gain, ...] = ()
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A cause before it is worded."""
+    """A cause before its text is written."""
 
     kind: Kind
     seconds: float
@@ -105,36 +105,36 @@ class _Part:
 
 
 def find_causes(base: Observed, here: Observed) -> tuple[Cause, ...]:
-    """What made `here` less efficient than `base`, largest first; none if it is not, beyond noise.
+    """Why `here` is less efficient than `base`, largest cause first; none if the difference is noise.
 
     Raises ValueError if their tensor or pipeline sizes differ. What remains is "unexplained", if it is at least LEAST_EVERYWHERE.
     """
     if (base.layout.tensor, base.layout.pipeline) != (here.layout.tensor, here.layout.pipeline):
-        raise ValueError("the sizes differ in tensor or pipeline parallelism: their ranks do other work")
-    times = here.tokens_per_rank / base.tokens_per_rank  # work of a rank, as a multiple
+        raise ValueError("the sizes differ in tensor or pipeline parallelism: their ranks do different work")
+    times = here.tokens_per_rank / base.tokens_per_rank  # factor of work per rank
     loss = here.step_s - times * base.step_s
     limit, wide = LEAST * here.step_s, LEAST_EVERYWHERE * here.step_s
     if loss < max(limit, _ERRORS * float(np.hypot(here.step_error_s, times * base.step_error_s))):
         return ()
-    every = [*_own(base, here, times, limit), *_waiting(base, here, times, limit)]
+    every = [*_own_work(base, here, times, limit), *_waiting(base, here, times, limit)]
     every.append(_Part("save", here.save_s - times * base.save_s, "save"))
     varied = here.variation_s - times * base.variation_s
-    reported = "each rank's time differs from step to step, and another one is the slowest in each"
+    reported = "step times vary per rank, and a different rank is the slowest in each step"
     every.append(_Part("variation", varied, evidence=(reported,)))
     parts = sorted((p for p in every if p.seconds >= (limit if p.ranks else wide)), key=lambda p: -p.seconds)
     rest = loss - sum(p.seconds for p in parts)
     if rest >= wide:
         small = sorted((p for p in every if 0 < p.seconds < wide), key=lambda p: -p.seconds)[:3]
         also = ", ".join(f"{' '.join((p.kind, *p.dimensions))} {units.duration(p.seconds)}" for p in small)
-        evidence = (f"of parts below {LEAST_EVERYWHERE:.0%} of a step: {also}",) if also else ()
+        evidence = (f"including parts below {LEAST_EVERYWHERE:.0%} of a step: {also}",) if also else ()
         parts.append(_Part("unexplained", rest, evidence=evidence))
-    return tuple(_worded(part, here, loss) for part in parts)
+    return tuple(_with_text(part, here, loss) for part in parts)
 
 
 # -- own work
 
 
-def _own(base: Observed, here: Observed, times: float, limit: float) -> Iterator[_Part]:
+def _own_work(base: Observed, here: Observed, times: float, limit: float) -> Iterator[_Part]:
     for name in OWN_WORK:
         now, then = here.work(name), times * base.work(name)
         ahead, spread = _ahead(now)
@@ -150,7 +150,7 @@ def _own(base: Observed, here: Observed, times: float, limit: float) -> Iterator
 
 
 def _ahead(values: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:
-    """(`values` above the median of their row, standard deviation of these)."""
+    """(deviation of `values` from the median of their row, its standard deviation)."""
     above = values - lower_median(values)
     return above, NORMAL * float(lower_median(np.abs(above).ravel())[0])
 
@@ -165,11 +165,13 @@ def _slow_ranks(
 ) -> _Part:
     worst = int(ahead.argmax())
     own, peers = now.ravel()[worst], now.ravel()[worst] - ahead.ravel()[worst]
-    evidence = [f"rank {worst}: {name} takes {_factor(own, peers)} as its peers'"]
+    evidence = [f"rank {worst}: {name} takes {_factor(own, peers)} as on its peers"]
     if len(ranks) > 1:
-        evidence.append(f"so do {len(ranks)} ranks")
+        evidence.append(f"{len(ranks)} ranks in total")
     if "tensor" in here.not_separated and name == "compute":
-        evidence.append("which rank of its tensor group is not known: waiting for it counts as compute")
+        evidence.append(
+            "which rank of its tensor group is unknown: waiting inside the group counts as compute"
+        )
     if here.clocks_mhz is not None and name == "compute":
         clock, usual = float(here.clocks_mhz[worst]), float(np.median(here.clocks_mhz))
         low = clock < usual * (1 - (own / peers - 1) / 3)
@@ -220,12 +222,12 @@ def _waiting(base: Observed, here: Observed, times: float, limit: float) -> Iter
         yield _inside_a_node(excess["tensor"], members, here)
     if "tensor" in grown:
         yield _Part(
-            "communication", grown["tensor"], "tensor", ("tensor",), evidence=("in all groups alike",)
+            "communication", grown["tensor"], "tensor", ("tensor",), evidence=("equally in all groups",)
         )
 
 
 def _nodes_of(members: Sequence[NDArray[np.int64]], here: Observed) -> list[int]:
-    """The nodes that are in all groups of `members`, rows of ranks; those of all of them where none is."""
+    """The nodes common to all groups of `members` (rows of ranks); if there is none, the nodes of all groups."""
     every = [np.unique(group // here.gpus_per_node) for groups in members for group in groups]
     if not every:
         return []
@@ -234,7 +236,7 @@ def _nodes_of(members: Sequence[NDArray[np.int64]], here: Observed) -> list[int]
 
 
 def _slow_groups(groups: Groups, limit: float) -> tuple[float, NDArray[np.bool_]] | None:
-    """(seconds above the other groups of its row, which groups) if a minority is slow."""
+    """(seconds above the other groups of the row, mask of slow groups) if a minority is slow."""
     ahead, spread = _ahead(groups.seconds)
     which = ahead >= max(limit, _SPREADS * spread, ahead.max() / 2)
     if not which.any() or (which.sum(axis=1) > which.shape[1] // 2).any():
@@ -243,7 +245,7 @@ def _slow_groups(groups: Groups, limit: float) -> tuple[float, NDArray[np.bool_]
 
 
 class _Signals:
-    """What the counters say of nodes and ports at this size, and did not say at the first."""
+    """Counter faults at this size that did not occur at the first size."""
 
     def __init__(self, base: Observed, here: Observed) -> None:
         self.read = here.faults is not None
@@ -254,14 +256,14 @@ class _Signals:
         nodes = {n for n, _ in self.crowded}
         ports = {(n, f.where) for n, f in self.crowded}
         total = here.layout.world_size // here.gpus_per_node
-        # A slow link holds back the one or two nodes that send to it: that is not congestion.
+        # A slow link delays the one or two nodes that send to it, which is not congestion.
         self.congested = len(nodes) > 1 and (
             len(nodes) == total or (len(ports) > 2 and len(nodes) >= total / 4)
         )
         self._links = [(n, f) for n, f in new if f.signal in _OF_A_LINK]
 
     def of(self, nodes: Sequence[int]) -> list[tuple[int, PortFault]]:
-        """The faults of links of one of `nodes`; nothing if several have some. The peers of a bad link send again too."""
+        """Link faults, if exactly one of `nodes` has any. The peers of a bad link also retransmit."""
         found = [(n, f) for n, f in self._links if n in nodes]
         found = [(n, f) for n, f in found if f.signal != "retransmissions"] or found
         return found if len({n for n, _ in found}) == 1 else []
@@ -282,8 +284,8 @@ def _slow_link(
     rails = np.unique(every % per_node)
     link = f"rail {rails[0]}" if len(rails) == 1 and per_node > 1 else None
     evidence = [
-        f"{d}: {int(which[d].sum())} of {which[d].size} groups take {units.duration(excess[d])} a step "
-        f"more than the others, all members alike"
+        f"{d}: {int(which[d].sum())} of {which[d].size} groups take {units.duration(excess[d])} per step "
+        f"longer than the others, equally on all members"
         for d in which
     ]
     if reported := signals.of(nodes):
@@ -293,8 +295,12 @@ def _slow_link(
     elif len(nodes) == 1:
         evidence.append(f"node {nodes[0]} is the only one in all slow groups")
     elif len(nodes) > 1:
-        counters = "counters show no fault of one of them" if signals.read else "counters were not read"
-        evidence.append(f"its members wait alike, so timings cannot tell which node; {counters}")
+        counters = (
+            "counters do not show a fault of exactly one of them"
+            if signals.read
+            else "counters were not read"
+        )
+        evidence.append(f"all members wait equally, so timings do not show which node; {counters}")
     if several:
         evidence.append("the slow groups have no node in common: several links")
     ranks = tuple(int(r) for r in every if r // per_node in nodes)
@@ -308,7 +314,7 @@ def _slow_link(
 def _inside_a_node(seconds: float, members: NDArray[np.int64], here: Observed) -> _Part:
     ranks = tuple(int(r) for r in np.unique(members))
     nodes = tuple(sorted({r // here.gpus_per_node for r in ranks}))
-    text = f"tensor: the groups of {listed(nodes)} take {units.duration(seconds)} a step more than the others"
+    text = f"tensor: the groups of {listed(nodes)} take {units.duration(seconds)} per step longer than the others"
     return _Part("network", seconds, "tensor", ("tensor",), ranks, nodes, None, (text,))
 
 
@@ -321,7 +327,7 @@ def _congestion(outside: Mapping[str, float], signals: _Signals, limit: float) -
     first = signals.crowded[0]
     evidence = (
         f"counters of {len(nodes)} nodes{f' on {listed(ports)}' if ports else ''} show congestion that the first "
-        f"size had not; node {first[0]}: {first[1].message}",
+        f"size did not have; node {first[0]}: {first[1].message}",
     )
     where = max(grown, key=lambda d: grown[d])
     dimensions = tuple(d for d in grown if grown[d] >= limit) or (where,)
@@ -330,48 +336,47 @@ def _congestion(outside: Mapping[str, float], signals: _Signals, limit: float) -
 
 
 def _grown(d: str, seconds: float, base: Observed, here: Observed, times: float, signals: _Signals) -> _Part:
-    """A dimension in which all groups take longer than at the first size."""
+    """A cause for a dimension in which all groups take longer than at the first size."""
     members, before = here.members(d), base.members(d)
     evidence = [
-        f"{d}: collectives of {members} ranks (first size: {before}) take longer, in all groups alike"
+        f"{d}: collectives of {members} ranks (first size: {before}) take longer, equally in all groups"
     ]
     if reported := signals.of(range(here.layout.world_size // here.gpus_per_node)):
         node, fault = reported[0]
         alone = here.groups(d).seconds.shape[1] == 1
-        if alone or len(reported) > 1:  # else only a part of the groups would be slow
+        if alone or len(reported) > 1:  # otherwise only some groups would be slow
             evidence.append(f"node {node}: {fault.message}")
             ranks = tuple(range(node * here.gpus_per_node, (node + 1) * here.gpus_per_node))
             return _Part("network", seconds, d, (d,), ranks, (node,), fault.where, tuple(evidence))
     size = here.message_bytes.get(d)
     if size is None:
-        evidence.append("whether latency or bandwidth: unknown, as is the size of its messages")
+        evidence.append("latency or bandwidth: unknown, because message sizes are unknown")
         return _Part("communication", seconds, d, (d,), evidence=tuple(evidence))
-    if d in ("pipeline", "step_sum"):  # no rings: sends, and a sum that waits for whoever is late
-        evidence.append(f"{units.memory(size)} in a message, on average")
+    if d in (
+        "pipeline",
+        "step_sum",
+    ):  # not rings: point-to-point sends, and a sum that waits for the last rank
+        evidence.append(f"{units.memory(size)} per message on average")
         return _Part("communication", seconds, d, (d,), evidence=tuple(evidence))
     part, took = size / members, float(lower_median(here.groups(d).seconds).max())
-    evidence.append(
-        f"{units.memory(size)} in a collective on average, {units.memory(part)} at a time in a ring"
-    )
+    evidence.append(f"{units.memory(size)} per collective on average, {units.memory(part)} per ring step")
     hop_s = took / calls / (members - 1) if (calls := here.calls.get(d)) else None
     if hop_s is not None:
-        evidence.append(
-            f"{calls:,.0f} of them a step, in which a rank waits {units.duration(hop_s)} for each hop"
-        )
+        evidence.append(f"{calls:,.0f} collectives per step, waiting {units.duration(hop_s)} per hop")
     if part <= _SMALL_BYTES and (hop_s is None or hop_s <= _LONGEST_HOP_S):
         evidence.append(
-            f"below {units.memory(_SMALL_BYTES)}, which 400 Gb/s carry as fast as a hop answers: latency decides, and it "
+            f"below {units.memory(_SMALL_BYTES)}, where at 400 Gb/s latency dominates, which "
             "grows with the number of ranks"
         )
         return _Part("small messages", seconds, d, (d,), evidence=tuple(evidence))
     if before > 1 and _nodes_of_a_group(base, d) > 1:
-        # Sums over replicas are one a step, however few its tokens; those over shards may be.
+        # Sums over replicas happen once per step, however few tokens it has; those over shards may happen per microbatch.
         usual = max(1.0, times) * lower_median(base.groups(d).seconds).max()
         usual *= ((members - 1) / members) / ((before - 1) / before)
         if took > _SLOWER * usual > 0:
             evidence.append(
-                f"{took / usual:.1f} times what a ring of this size would take at the first size's bandwidth; "
-                "a slow link on the way, or less overlap: timings cannot tell, nor which node"
+                f"{took / usual:.1f} times as long as a ring of this size at the first size's bandwidth; "
+                "a slow link, or less overlap: timings do not show which, nor the node"
             )
             return _Part("network", seconds, d, (d,), evidence=tuple(evidence))
     return _Part("communication", seconds, d, (d,), evidence=tuple(evidence))
@@ -385,9 +390,9 @@ def _nodes_of_a_group(size: Observed, d: str) -> int:
 
 
 def _bubble(base: Observed, here: Observed, times: float, grown: Mapping[str, float]) -> tuple[float, float]:
-    """Seconds that filling and draining takes longer: (for having fewer microbatches, as passes take longer).
+    """Extra seconds of filling and draining: (from fewer microbatches, from longer passes).
 
-    Of a rank's passes, including the collectives in them. With unknown microbatches nothing is told apart.
+    Passes include their collectives. With unknown microbatches the two are not separated.
     """
     now, then = idle_share(here), idle_share(base)
     if now is None or then is None:
@@ -401,7 +406,7 @@ def _bubble(base: Observed, here: Observed, times: float, grown: Mapping[str, fl
 
 
 def idle_share(size: Observed) -> float | None:
-    """Idle time of a rank whose stages take equal time, as a share of its work."""
+    """Idle time of a rank as a share of its work, assuming equal stages."""
     layout, microbatches = size.layout, size.microbatches
     if microbatches is None:
         return None
@@ -412,23 +417,25 @@ def idle_share(size: Observed) -> float | None:
 
 
 def _bubble_part(base: Observed, here: Observed, seconds: float) -> _Part:
-    text = "waiting for other pipeline stages; the number of microbatches is not known, so sends may be a part of it"
+    text = (
+        "waiting for other pipeline stages; the number of microbatches is unknown, so sends may be included"
+    )
     if (now := idle_share(here)) is not None and (then := idle_share(base)) is not None:
         text = (
-            f"{here.microbatches} microbatches over {here.layout.pipeline} pipeline ranks leave each idle for "
+            f"with {here.microbatches} microbatches over {here.layout.pipeline} pipeline ranks each is idle for "
             f"{now:.0%} of its work; {base.microbatches} at the first size: {then:.0%}"
         )
     return _Part("bubble", seconds, "pipeline", ("pipeline",), evidence=(text,))
 
 
-# -- words
+# -- texts
 
 
 def _factor(now: float, before: float) -> str:
-    return f"{now / before:.2f} times as long" if before > 0 else f"{units.duration(now)}, before nothing,"
+    return f"{now / before:.2f} times as long" if before > 0 else f"{units.duration(now)} instead of 0 s,"
 
 
-def _worded(part: _Part, here: Observed, loss: float) -> Cause:
+def _with_text(part: _Part, here: Observed, loss: float) -> Cause:
     one = part.nodes[0] if len(part.nodes) == 1 and part.ranks else None
     return Cause(
         part.kind, part.seconds, part.seconds / here.step_s, part.stage, part.dimensions, part.ranks, part.nodes,
@@ -437,14 +444,14 @@ def _worded(part: _Part, here: Observed, loss: float) -> Cause:
 
 
 def _tries(part: _Part, node: int | None, here: Observed) -> Iterator[str]:
-    """What to do about it."""
+    """Suggested actions."""
     if node is not None and part.kind in ("network", "straggler", "data", "host"):
-        yield f"repeat this size without node {node}: take it out of the allocation, slurm.exclude"
+        yield f"repeat this size without node {node}: exclude it from the allocation (slurm.exclude)"
     match part.kind:
         case "network" | "straggler" | "compute":
-            yield "seatrial check JOB: it measures each node alone, then pairs, and names the part at fault"
+            yield "run seatrial check JOB, which measures nodes and pairs of nodes and names the faulty part"
         case "data":
-            yield "seatrial data prepare to a disk of the nodes, or a larger data.cache_gb"
+            yield "prepare the data on the nodes' own disks (seatrial data prepare), or set a larger data.cache_gb"
         case "host":
             yield "look for other processes on these nodes: seatrial check JOB --stage node"
         case "save":
@@ -454,20 +461,20 @@ def _tries(part: _Part, node: int | None, here: Observed) -> Iterator[str]:
             yield f'parallel.schedule = "interleaved-1f1b" or a pipeline smaller than {here.layout.pipeline}'
         case "small messages":
             yield "fewer, larger messages: a larger train.microbatch or global_batch"
-            yield "smaller groups: a part of parallel.shard as parallel.replicate"
+            yield "smaller groups: move a factor of parallel.shard to parallel.replicate"
         case "communication":
-            yield "smaller groups: a part of parallel.shard as parallel.replicate; seatrial plan JOB compares layouts"
+            yield "smaller groups: move a factor of parallel.shard to parallel.replicate; seatrial plan JOB compares layouts"
             yield "more work between collectives: a larger train.global_batch"
         case "congestion":
-            yield "nodes below one leaf switch (slurm.switches, slurm.segment), then the fabric's routing, PFC and ECN settings"
+            yield "use nodes below one leaf switch (slurm.switches, slurm.segment), then check the fabric's routing, PFC and ECN settings"
         case "variation":
-            yield "look for what else runs on the nodes: seatrial check JOB --stage node"
+            yield "look for other processes on the nodes: seatrial check JOB --stage node"
         case "unexplained":
             yield "more --steps and --repeats; seatrial plan JOB shows what this size should take"
 
 
 def lines(causes: Sequence[Cause]) -> Iterator[tuple[str, str]]:
-    """Pairs of label and text, the most likely cause first."""
+    """Pairs of label and text, largest cause first."""
     for n, cause in enumerate(causes):
         where = []
         if cause.dimensions:

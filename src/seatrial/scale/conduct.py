@@ -1,4 +1,4 @@
-"""A whole measurement: which size runs next, until every interval is narrow enough, or the repeats or the budget end."""
+"""Conducts a measurement: picks the next size to run until every interval is narrow enough, or repeats or budget run out."""
 
 from __future__ import annotations
 
@@ -33,35 +33,35 @@ if TYPE_CHECKING:
     from seatrial.launch.allocation import Allocation
 
 LEAST_STEPS, DEFAULT_STEPS = 12, 30
-# Stopping as soon as the interval is narrow makes it cover less often than 95 times of 100, the more so from few runs.
-# Simulated with normal noise of 0.5 to 4 %: 92 to 96 % from 3 runs, 94 to 96 % from 4 (tests/unit/scale).
+# Stopping as soon as the interval is narrow lowers its coverage below 95 %, more so with few runs.
+# Coverage simulated with normal noise of 0.5 to 4 %: 92 to 96 % with 3 runs, 94 to 96 % with 4 (tests/unit/scale).
 LEAST_REPEATS = 4
-_LIMIT_S = 24 * 3600.0  # of one run, if there is no budget
-_SLACK = 1.1  # a run may take this many times what earlier ones of its size did
+_LIMIT_S = 24 * 3600.0  # limit of one run without a budget
+_SLACK = 1.1  # a run may take this many times as long as earlier ones of its size
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What was asked for."""
+    """Parameters of a measurement."""
 
     nodes: tuple[int, ...]
     mode: Mode = "weak"
     steps: int = DEFAULT_STEPS
-    precision: float = 0.02  # half the width of an efficiency's interval, relative
+    precision: float = 0.02  # target half-width of an efficiency's interval, relative
     repeats: int = 10
-    budget: float | None = None  # GPU hours, those of resumed runs included
+    budget: float | None = None  # GPU hours, including resumed runs
     seed: int = 0
-    groups: bool = False  # as many disjoint groups of nodes side by side as there are
-    topology: Topology | None = None  # to name the switches of congested ports
+    groups: bool = False  # run disjoint groups of nodes in parallel
+    topology: Topology | None = None  # for the names of switches of congested ports
 
 
 @dataclass(frozen=True)
 class Progress:
-    """The state of a measurement, for its watcher."""
+    """Progress of a measurement, for display."""
 
     nodes: int
     repeat: int  # of this size, from 1
-    step: int  # of the slowest, where several run side by side
+    step: int  # of the slowest run, if several run in parallel
     steps: int
     spent: float  # GPU hours before this run
 
@@ -73,24 +73,22 @@ class Measurement:
     job: Job
     runs: Path
     terms: Terms
-    allocation: Allocation | None = None  # of Slurm, in which every run is a job step
-    model_changes: tuple[Change, ...] = ()  # by which `job` differs from the user's
+    allocation: Allocation | None = None  # the Slurm allocation in which every run is a job step
+    model_changes: tuple[Change, ...] = ()  # differences of `job` from the user's
     watch: Callable[[Progress], None] | None = None
     finished: Callable[[Trial], None] | None = None
     sizes: list[Size] = field(init=False)
     state: State = field(init=False)
     site: Site = field(init=False)
     resumed: int = 0  # runs of an earlier start
-    stopped: str = ""  # why it ended before every interval was narrow enough
+    stopped: str = ""  # why it ended early
     failed: dict[int, str] = field(
         default_factory=dict
-    )  # nodes -> the problem of this start's run, or of all groups
-    failed_groups: dict[tuple[str, ...], str] = field(
-        default_factory=dict
-    )  # -> the problem of this start's run
+    )  # nodes -> problem of this start's run, or of all groups
+    failed_groups: dict[tuple[str, ...], str] = field(default_factory=dict)  # -> problem of this start's run
 
     def prepare(self, *, fresh: bool = False) -> None:
-        """Check what can be checked, and open or make the folder; `close` releases it. Raises InputError, RunFailed."""
+        """Validate the request, and open or create the folder; `close` releases it. Raises InputError, RunFailed."""
         job, terms = self.job, self.terms
         stores = resolve_stores(job.data, data_cache(self.runs), Path.cwd())
         addresses = [store.address for store in stores]
@@ -104,7 +102,7 @@ class Measurement:
             raise InputError(
                 f"--groups compares groups of nodes, and {in_words(self.sizes[0].nodes)} fit only once into the "
                 f"{len(self.site.nodes)} that {job.cluster.launcher} has",
-                hint="name smaller sizes, or more nodes: [ssh] hosts, a larger allocation, or cluster.nodes of a virtual "
+                hint="give smaller sizes, or more nodes: [ssh] hosts, a larger allocation, or cluster.nodes of a virtual "
                 "cluster",
             )
         check_stores(
@@ -116,7 +114,7 @@ class Measurement:
             tokenizer_spec=job.data.tokenizer,
         )
         identity = identity_of(job, terms.mode, terms.steps, [store.digest for store in stores])
-        if terms.groups:  # beside others a run may be slower
+        if terms.groups:  # parallel runs may be slower
             identity |= {"groups": True}
         self.state = open_state(self.runs, job, identity, fresh=fresh)
         self.resumed = len(self.state.trials)
@@ -126,12 +124,12 @@ class Measurement:
             self._lock = lock.acquire(folder / "lock")
         except lock.LockHeld as held:
             raise RunFailed(
-                f"{folder} is measured by process {held.pid}", hint="wait for its end, or give --fresh"
+                f"process {held.pid} is measuring in {folder}", hint="wait for it to end, or give --fresh"
             ) from None
         except OSError as error:
             raise InputError(
-                f"cannot make the folder {folder}: {error.strerror}",
-                hint="run it in a folder that you may write to, or give --runs",
+                f"cannot create the folder {folder}: {error.strerror}",
+                hint="run it in a writable folder, or give --runs",
             ) from error
 
     def close(self) -> None:
@@ -139,7 +137,7 @@ class Measurement:
         os.close(self._lock)
 
     def run_all(self) -> None:
-        """Run until nothing is left to measure; the state grows by one run at a time."""
+        """Run until nothing is left to measure; the state is saved after each run."""
         while (size := self._next()) is not None:
             groups = self._groups(size)
             gpus = size.gpus * len(groups)
@@ -156,29 +154,29 @@ class Measurement:
                     self.finished(trial)
 
     def _failed(self, size: Size, trial: Trial) -> None:
-        """It is not run again; the groups beside it are."""
+        """Do not repeat a failed size or group; other groups continue."""
         self.failed_groups[tuple(trial.hosts)] = trial.problem
         if not self.terms.groups or not self._groups(size):
             self.failed[size.nodes] = trial.problem
 
     def _groups(self, size: Size) -> list[tuple[str, ...]]:
-        """The nodes of each run side by side that is next."""
+        """The groups of nodes for the next parallel runs."""
         if not self.terms.groups:
             return [self.site.nodes[: size.nodes]]
         return [group for group in self.site.groups(size.nodes) if group not in self.failed_groups]
 
     def trace(self, nodes: int, ranks: Sequence[int]) -> None:
-        """Trace two late steps of `ranks` in one more run of this size, which does not count; once, within the budget."""
+        """Trace two late steps of `ranks` in an extra run of this size, which does not count; once, within the budget."""
         if self.traces():
             return
         (size,) = (size for size in self.sizes if size.nodes == nodes)
-        why = "the ranks that the causes name, and one more"
+        why = "the ranks named by the causes, and one more"
         traced = changed_job(
             size.job,
             {
                 "train.profile_ranks": (list(ranks), why),
                 "train.profile_first_step": (self.terms.steps - 2, "after the warm-up"),
-                "train.profile_steps": (2, "bounds its size"),
+                "train.profile_steps": (2, "limits the trace's size"),
             },
         )
         room_s = self._room_s(size.gpus)
@@ -186,42 +184,42 @@ class Measurement:
             self.stopped = self.stopped or "the budget is spent: no trace was recorded"
             return
         for trial in self._run(replace(size, job=traced.job), self._groups(size), room_s):
-            self.state.add(replace(trial, problem=trial.problem or "it was traced, and does not count"))
+            self.state.add(replace(trial, problem=trial.problem or "a traced run does not count"))
 
     def traces(self) -> list[Path]:
         """The traces that `trace` has recorded."""
         return [p for t in self.state.trials for p in RunFolder(self.state.folder / t.folder).traces()]
 
     def _room_s(self, gpus: int) -> float:
-        """Seconds that a run may take."""
+        """The time limit of a run, in seconds, by the budget."""
         left = None if self.terms.budget is None else (self.terms.budget - self.state.spent) * 3600 / gpus
         return _LIMIT_S if left is None else left
 
-    # -- what is known
+    # -- results
 
     def speed(self, nodes: int) -> Estimate | None:
-        """Tokens/s at this size; None if it has no run that counts."""
+        """Tokens/s at this size; None without a valid run."""
         values: dict[int, list[float]] = {}
         for i, trial in enumerate(self.state.good(nodes)):
             if trial.figures is not None:
-                # Runs side by side are not independent: the median of their groups is one value.
+                # Parallel runs are not independent: the median of the groups is one value.
                 values.setdefault(trial.repeat if self.terms.groups else i, []).append(
                     trial.figures.tokens_per_s
                 )
         return estimate([median(each) for each in values.values()]) if values else None
 
     def repeats(self, nodes: int) -> int:
-        """How often this size has been measured."""
+        """Number of valid repeats of this size."""
         good = self.state.good(nodes)
         return len({trial.repeat for trial in good}) if self.terms.groups else len(good)
 
     def efficiency(self, nodes: int, base: int) -> Estimate | None:
-        """Tokens/s/GPU over that at `base` nodes; None if one of them has no run that counts."""
+        """Tokens/s/GPU relative to `base` nodes; None if either has no valid run."""
         here, there = self.speed(nodes), self.speed(base)
         return None if here is None or there is None else ratio(here, there, base / nodes)
 
     def pairs(self) -> list[tuple[int, int]]:
-        """(nodes, base) of every efficiency that is reported: against the first size, and at each doubling."""
+        """(nodes, base) of every reported efficiency: against the first size, and at each doubling."""
         nodes = [size.nodes for size in self.sizes]
         return list(
             dict.fromkeys(
@@ -233,13 +231,13 @@ class Measurement:
         )
 
     def groups(self, nodes: int) -> list[Group]:
-        """The groups of nodes at this size, compared; [] unless they were asked for."""
+        """The comparison of node groups at this size; [] without --groups."""
         return compare([t for t in self.state.trials if t.nodes == nodes]) if self.terms.groups else []
 
-    # -- what is next
+    # -- scheduling
 
     def _next(self) -> Size | None:
-        """Of the sizes that need another run, one of those with the fewest, in an order that the seed shuffles."""
+        """A random size (by the seed) among those that need another run and have the fewest."""
         wanted = [size for size in self.sizes if self._needs_more(size)]
         if not wanted:
             return None
@@ -258,7 +256,7 @@ class Measurement:
         return any(e is not None and (e.half or 0.0) > self.terms.precision for e in found)
 
     def _expected_s(self, size: Size) -> float:
-        """Seconds that a run of this size took at most, else one of any size; 0 before the first."""
+        """The longest run of this size so far, else of any size, in seconds; 0 before the first."""
         same = [t.seconds for t in self.state.trials if t.nodes == size.nodes]
         return _SLACK * max(same or [t.seconds for t in self.state.trials] or [0.0])
 
@@ -291,7 +289,7 @@ class Measurement:
         try:
             return run_trials(self.state.folder, starts, limit_s=limit_s, tick=tick)
         except KeyboardInterrupt:
-            # They do not count, but their GPU hours do.
+            # The runs are discarded, but their GPU hours count.
             seconds = time.time() - began
             for start in starts:
                 self.state.add(

@@ -1,8 +1,8 @@
-"""Counters of the nodes during one run, compared with those of the first size. Pure, except for what reads run folders.
+"""Counters of the nodes during one run, compared with those of the first size. Pure except for reading run folders.
 
-RDMA ports by the readings of each node's agent, TCP by what the kernel measured on the ranks' connections. Some CNPs,
-waiting and retransmissions are normal: they are a fault beyond fixed limits, and if a byte meets more of them than
-at the first size, the quiet baseline. What a node does not have is None, never 0.
+RDMA ports are read by each node's agent; TCP figures are the kernel's, from the ranks' connections. Some CNPs,
+transmit wait and retransmissions are normal: they are a fault beyond fixed limits, and if there are more per byte than
+at the first size, the baseline. What a node does not have is None, never 0.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from seatrial.record.folder import RunFolder
 from seatrial.record.node_counters import GpuCounters, GpuUse, PortCounters, read_counters
 from seatrial.record.stages import RankStages
 
-_GROWN = 2.0  # times as much for each byte as at the first size
+_GROWN = 2.0  # factor per byte over the first size
 _CROWDED = ("congestion", "retransmissions")
 _SIGNALS = {limit.counter: limit.signal for limit in LIMITS} | {"port_xmit_wait": "congestion"}
-# Of TCP: at least so many segments, and this share of all if each has the usual 1,448 bytes. Chosen here.
+# TCP: minimum number of segments, and minimum share of all, assuming 1,448 bytes per segment. Our choice.
 _LEAST_SEGMENTS, _SEGMENT_BYTES, _TCP_SHARE = 10, 1448, 0.001
 
 
 @dataclass(frozen=True)
 class Tcp:
-    """The connections of a node's ranks to other nodes."""
+    """Totals over the connections of a node's ranks to other nodes."""
 
     sent_bytes: int
     retransmitted: int  # segments
 
     @property
     def share(self) -> float:
-        """Of its segments that were sent again, about: segments may be larger."""
+        """Approximate share of retransmitted segments; segments may be larger than assumed."""
         return self.retransmitted * _SEGMENT_BYTES / self.sent_bytes
 
 
 @dataclass(frozen=True)
 class NodeCounters:
-    """Of one node in one run."""
+    """Counters of one node in one run."""
 
     node: int
-    ports: Mapping[str, Mapping[str, Any]] | None  # port -> as hardware.counters.changes
+    ports: Mapping[str, Mapping[str, Any]] | None  # port -> changes as in hardware.counters
     tcp: Tcp | None
     faults: tuple[PortFault, ...] = ()  # beyond the fixed limits
     host: str | None = None
@@ -71,12 +71,12 @@ def counters_of(
     ranks_per_node: int,
     hosts: Sequence[str],
 ) -> tuple[NodeCounters, ...]:
-    """Of each node of the run in `folder`. `connections`: rank -> its connections to others; `hosts`: by number of agent."""
+    """The counters of each node of the run in `folder`. `connections`: by rank; `hosts`: by agent number."""
     found, agents = [], _agents(folder, nodes, ranks_per_node)
     for node in range(nodes):
         agent = agents.get(node, nodes)
         host = hosts[agent] if agent < len(hosts) else None
-        read = read_counters(PortCounters, folder.port_counters(agent))  # none where the agent is not known
+        read = read_counters(PortCounters, folder.port_counters(agent))  # none if the agent is unknown
         gpus = read_counters(GpuCounters, folder.gpu_counters(agent))
         ranks = range(node * ranks_per_node, (node + 1) * ranks_per_node)
         tcp = tcp_of(each for rank in ranks for each in connections.get(rank, ()))
@@ -90,7 +90,7 @@ def counters_of(
 
 
 def _agents(folder: RunFolder, nodes: int, ranks_per_node: int) -> dict[int, int]:
-    """Node, as its ranks count -> its agent's number: agents are sorted by the topology before ranks get theirs."""
+    """Node by rank order -> agent number. They differ because agents are sorted by topology before ranks are numbered."""
     found = {}
     for agent in range(nodes):
         logs = folder.rank_log(1, agent, 0).parent.glob("rank*.log")
@@ -101,7 +101,7 @@ def _agents(folder: RunFolder, nodes: int, ranks_per_node: int) -> dict[int, int
 
 
 def tcp_of(connections: Iterable[Connection]) -> Tcp | None:
-    """All of a node; None where nothing was sent."""
+    """Totals over connections; None if nothing was sent."""
     every = list(connections)
     sent = sum(each.sent_bytes for each in every)
     return Tcp(sent, sum(each.retransmitted for each in every)) if sent else None
@@ -110,13 +110,13 @@ def tcp_of(connections: Iterable[Connection]) -> Tcp | None:
 def of_node(
     node: int, first: Ports | None, last: Ports | None, seconds: float, tcp: Tcp | None
 ) -> NodeCounters:
-    """What two readings of its ports, `seconds` apart, and its connections say."""
+    """The node's counters from two readings of its ports, `seconds` apart, and its connections."""
     ports, faults = None, []
     if first is not None and last is not None:
         ports, faults = changes(first, last, seconds), findings(first, last, seconds)
     if tcp is not None and tcp.retransmitted >= _LEAST_SEGMENTS and tcp.share >= _TCP_SHARE:
-        text = f"TCP sent {tcp.retransmitted:,} segments again, about {tcp.share:.2%} of its bytes"
-        # Never of its link: it sends again what is lost at the other end, or between.
+        text = f"TCP retransmitted {tcp.retransmitted:,} segments, about {tcp.share:.2%} of its bytes"
+        # Not a fault of its own link: losses may be at the other end, or between.
         faults.append(PortFault("congestion", None, text, vars(tcp)))
     return NodeCounters(node, ports, tcp, tuple(faults))
 
@@ -124,7 +124,7 @@ def of_node(
 def new_faults(
     base: Sequence[NodeCounters], here: Sequence[NodeCounters]
 ) -> dict[int, list[PortFault]] | None:
-    """Node -> faults at this size that the first had not, or had less of for each byte; None if nothing could be read."""
+    """Node -> faults that are new at this size, or more frequent per byte; None if no counters could be read."""
     if all(each.ports is None and each.tcp is None for each in here):
         return None
     quiet = _per_byte(each.ports for each in base)
@@ -147,9 +147,7 @@ def new_faults(
                 times = max((mine[c] / quiet[c] for c in both), default=None)
                 new = times is None or times >= _GROWN
             if new:
-                more = (
-                    "" if times is None else f"; {times:.1f} times as much for each byte as at the first size"
-                )
+                more = "" if times is None else f"; {times:.1f} times as much per byte as at the first size"
                 kept.append(replace(fault, message=fault.message + more))
     return found
 
@@ -157,7 +155,7 @@ def new_faults(
 def clocks_mhz(
     counters: Sequence[NodeCounters], stages: Mapping[int, RankStages], ranks_per_node: int
 ) -> NDArray[np.float64] | None:
-    """The clock of each rank's GPU while it was busy; None unless all are known."""
+    """Clock of each rank's GPU while busy, in MHz; None unless all are known."""
     found = []
     for rank in range(len(stages)):
         gpu, gpus = stages[rank].gpu, counters[rank // ranks_per_node].gpus or {}
@@ -169,7 +167,7 @@ def clocks_mhz(
 
 
 def tensor_active(folder: RunFolder, nodes: int, gpus: int) -> float | None:
-    """Share of the time in which the tensor cores of the run's `gpus` GPUs were busy, 0..1; None unless all are known."""
+    """Mean tensor core activity of the run's `gpus` GPUs, 0..1; None unless all are known."""
     read = [read_counters(GpuCounters, folder.gpu_counters(agent)) for agent in range(nodes)]
     used = [use for each in read if each is not None for use in each.gpus.values() if use.samples]
     known = [use.tensor_active for use in used if use.tensor_active is not None]
@@ -179,7 +177,7 @@ def tensor_active(folder: RunFolder, nodes: int, gpus: int) -> float | None:
 def leaf_switches(
     topology: Topology, here: Sequence[NodeCounters], faults: Mapping[int, Sequence[PortFault]]
 ) -> str:
-    """The leaf switches of the ports with congestion, those with most of them first; "" if the ports are not known."""
+    """Leaf switches of congested ports, most frequent first; "" if the ports are unknown."""
     hosts = {each.node: each.host for each in here}
     ports = {
         (host, fault.where.partition("/")[0])
@@ -192,7 +190,7 @@ def leaf_switches(
 
 
 def _per_byte(every: Iterable[Mapping[str, Mapping[str, Any]] | None]) -> dict[str, float]:
-    """Counter -> the most of any port, for each 10^9 bytes that it sent."""
+    """Counter -> maximum over ports, per 10^9 bytes sent."""
     most: dict[str, float] = {}
     for ports in every:
         for port in (ports or {}).values():

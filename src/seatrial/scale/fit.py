@@ -1,4 +1,4 @@
-"""Amdahl's law and the universal scalability law, fitted to measured speeds, and what they give for larger sizes. Pure.
+"""Fits Amdahl's law and the universal scalability law to measured speeds, and extrapolates to larger sizes. Pure.
 
     X(n) = l n / (1 + s (n - 1) + k n (n - 1))
 
@@ -23,7 +23,7 @@ Law = Literal["Amdahl", "universal scalability law"]
 LEAST_SIZES = 3
 _TERMS: dict[Law, int] = {"Amdahl": 2, "universal scalability law": 3}
 _DRAWS = 400
-_LEAST_VARIANCE = 1e-8  # relative: equal figures have no weight beyond any measure
+_LEAST_VARIANCE = 1e-8  # relative; keeps weights finite when repeats are equal
 
 
 @dataclass(frozen=True)
@@ -37,20 +37,20 @@ class Range:
 
 @dataclass(frozen=True)
 class Fit:
-    """One law. `efficiency`: size over the first -> tokens/s/GPU over the first size's."""
+    """One fitted law. `efficiency`: size relative to the first -> tokens/s/GPU relative to the first."""
 
     law: Law
     contention: Range
-    coherency: Range | None  # None: the law has none
-    worst: float  # largest relative difference between a measured speed and the law
+    coherency: Range | None  # None: not part of the law
+    worst: float  # largest relative residual
     efficiency: tuple[tuple[float, Range], ...]
 
 
 def fit(law: Law, sizes: Sequence[float], speeds: Sequence[Estimate], at: Sequence[float]) -> Fit | None:
     """`law` for `speeds` at `sizes` (the first is 1), with its efficiency at the sizes `at`.
 
-    None with fewer than three sizes, or with a speed that has no interval. The intervals come from 400 fits to speeds
-    drawn from the measured intervals: they hold the noise of the measurement, not the error of the law itself.
+    None with fewer than three sizes, or if a speed has no interval. The intervals come from 400 fits to speeds
+    drawn from the measured intervals: they cover measurement noise, not the error of the law itself.
     """
     variances = [s.relative_variance for s in speeds]
     if len(sizes) < LEAST_SIZES or any(v is None for v in variances):
@@ -60,7 +60,7 @@ def fit(law: Law, sizes: Sequence[float], speeds: Sequence[Estimate], at: Sequen
     sd = np.sqrt(np.maximum(np.asarray(variances, dtype=float), _LEAST_VARIANCE))
     best = _solve(law, n, x, sd)
     random = np.random.default_rng(0)
-    # The normal distribution widened to Student's: few repeats know their own spread badly.
+    # Normal widened to Student's t: the spread of few repeats is uncertain.
     wide = sd * np.asarray([t_quantile(s.degrees) / 1.960 for s in speeds])
     drawn = [_solve(law, n, x * np.exp(random.normal(0, wide)), sd) for _ in range(_DRAWS)]
     worst = float(np.max(np.abs(_speed(best, n) / x - 1)))

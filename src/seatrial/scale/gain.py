@@ -1,6 +1,6 @@
-"""What the planner expects of the changes that a cause suggests: speed with each over that without it, both predicted.
+"""Predicted gain of the changes that a cause suggests: predicted speed with the change over that without it.
 
-Where no speed can be predicted, a smaller pipeline bubble still can: the schedule alone gives how long ranks are idle.
+If speed cannot be predicted, the gain of a smaller pipeline bubble still follows from the schedule.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _INTERLEAVED = "interleaved-1f1b"
 
 
 def gains(cause: Cause, job: Job, observed: Observed, asker: Asker | None, why: str) -> tuple[Gain, ...]:
-    """What each change to `job`, that of this size, would gain; of those that the rules allow and that fit into memory.
+    """The gain of each change to `job` (at this size) that the rules allow and that fits into memory.
 
-    `asker` predicts on the cluster of this size; None for the reason `why`.
+    `asker` predicts for the cluster of this size; None for the reason `why`.
     """
     own, shape = Recipe.of(job), place_of(job).shape
     base = None if asker is None else asker.ask(own)
@@ -43,7 +43,7 @@ def gains(cause: Cause, job: Job, observed: Observed, asker: Asker | None, why: 
 
 
 def _changes(cause: Cause, own: Recipe) -> Iterator[tuple[str, Recipe]]:
-    """(the change in terms of the job file, the recipe with it)."""
+    """(change as job-file text, recipe with it)."""
     layout = own.layout
     if cause.kind == "bubble":
         yield _batch(own)
@@ -75,19 +75,21 @@ def _batch(own: Recipe) -> tuple[str, Recipe]:
 
 
 def _smaller(own: Recipe, dimension: str) -> tuple[str, Recipe]:
-    """Half of a dimension, twice the shards."""
+    """Halve a dimension, double the shards."""
     half = getattr(own.layout, dimension) // 2
     layout: Layout = replace(own.layout, **{dimension: half, "shard": 2 * own.layout.shard})
     return f"parallel.{dimension} = {half}, shard = {layout.shard}", replace(own, layout=layout)
 
 
 def _smaller_bubble(recipe: Recipe, observed: Observed) -> float | None:
-    """Gain in speed if only the idle time changes; None if the work of a rank changes too, or nothing is known of it."""
+    """Gain if only the idle time changes; None if the work of a rank changes too, or is unknown."""
     layout = recipe.layout
     if layout.pipeline != observed.layout.pipeline or observed.microbatches is None:
         return None
     many = recipe.microbatches
-    if layout.stages_per_rank > 1 and many % layout.pipeline:  # interleaving works on whole groups
+    if (
+        layout.stages_per_rank > 1 and many % layout.pipeline
+    ):  # interleaving needs a multiple of the pipeline size
         return None
     now = idle_share(observed)
     then = idle_share(replace(observed, layout=layout, microbatches=many))

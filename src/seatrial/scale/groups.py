@@ -1,4 +1,4 @@
-"""Whether groups of nodes that were measured side by side are equally fast. Pure."""
+"""Compares groups of nodes that were measured in parallel. Pure."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from seatrial.scale.sizes import in_words
 from seatrial.scale.statistics import LEVEL, t_quantile
 from seatrial.scale.trial import Trial
 
-LEAST_LOSS = 0.03  # slower by less than this is no bad group, however certain
+LEAST_LOSS = 0.03  # a group slower by less than this is never bad
 
 
 @dataclass(frozen=True)
 class Group:
-    """One group of nodes at one size. `bad`: slower than the others, or its runs failed."""
+    """One group of nodes at one size. `bad`: slower than the others, or failed."""
 
     hosts: tuple[str, ...]
     runs: int
     tokens_per_s: float | None  # mean of its runs
-    slower: float | None  # 0..1: by how much than the median of the others, in the same repeats
-    low: float | None  # of the 95 % interval of `slower`, over all groups together
+    slower: float | None  # 0..1: slowdown against the median of the others, in the same repeats
+    low: float | None  # simultaneous 95 % interval of `slower` over all groups
     high: float | None
     bad: bool
-    problem: str = ""  # of its last run, if none counts
+    problem: str = ""  # of its last run, if none is valid
 
 
 def compare(trials: Sequence[Trial]) -> list[Group]:
     """Compare the groups of one size; [] if there are fewer than two.
 
-    Two-way: repeats differ for all groups alike, groups differ in all repeats alike, and the rest is noise, which gives the
-    intervals. They are widened for the number of groups (Bonferroni), so that one of many healthy groups is rarely blamed.
-    Only repeats in which all groups with runs that count were measured are compared.
+    Two-way model: an effect of the repeat, one of the group, and noise, which gives the
+    intervals. These are widened for the number of groups (Bonferroni), so that one of many healthy groups is rarely blamed.
+    Only repeats in which all groups with valid runs were measured are compared.
     """
     runs: dict[tuple[str, ...], dict[int, float]] = {}
     problems: dict[tuple[str, ...], str] = {}
@@ -61,7 +61,7 @@ def compare(trials: Sequence[Trial]) -> list[Group]:
 def _compared(
     runs: Mapping[tuple[str, ...], Mapping[int, float]],
 ) -> dict[tuple[str, ...], tuple[float, float | None, float | None]]:
-    """group -> (share that it is slower, low, high); intervals are None with a single repeat."""
+    """group -> (slowdown, low, high); low and high are None with a single repeat."""
     repeats = sorted(set.intersection(*(set(values) for values in runs.values()))) if runs else []
     if len(runs) < 2 or not repeats:
         return {}
@@ -77,7 +77,7 @@ def _compared(
             for x, column in zip(row, columns, strict=True)
         )
         degrees = (count - 1) * (n - 1)
-        # Of the difference from the mean of the others.
+        # Standard error of the difference from the mean of the others.
         error = math.sqrt(rest / degrees / n * count / (count - 1))
         normal = NormalDist()
         widened = normal.inv_cdf(1 - (1 - LEVEL) / 2 / count) / normal.inv_cdf(1 - (1 - LEVEL) / 2)
@@ -91,24 +91,24 @@ def _compared(
 
 
 def judge(nodes: int, groups: Sequence[Group]) -> list[Judgement]:
-    """The judgement of the groups of one size; none if there are no groups."""
+    """Judge the groups of one size; [] if there are none."""
     if not groups:
         return []
     name = f"groups of {in_words(nodes)}"
-    bad = [f"bad group {', '.join(g.hosts)}: {_why(g)}" for g in groups if g.bad]
+    bad = [f"bad group {', '.join(g.hosts)}: {_reason(g)}" for g in groups if g.bad]
     if bad:
         return [Judgement(name, "FAIL", "; ".join(bad))]
     known = [g for g in groups if g.slower is not None]
     if any(g.low is None for g in groups):
-        return [Judgement(name, "UNJUDGED", "it takes two repeats in which all groups were measured")]
+        return [Judgement(name, "UNJUDGED", "needs two repeats in which all groups were measured")]
     worst = max(known, key=lambda g: g.slower or 0.0)
-    summary = f"of {len(groups)}, the slowest is {', '.join(worst.hosts)}: {_why(worst)}"
+    summary = f"of {len(groups)}, the slowest is {', '.join(worst.hosts)}: {_reason(worst)}"
     if any((g.high or 0.0) > LEAST_LOSS for g in known):
-        return [Judgement(name, "UNJUDGED", f"{summary}: more --repeats narrow it")]
+        return [Judgement(name, "UNJUDGED", f"{summary}: more --repeats would narrow it")]
     return [Judgement(name, "PASS", summary)]
 
 
-def _why(group: Group) -> str:
+def _reason(group: Group) -> str:
     if group.problem:
         return f"its run failed: {group.problem}"
     assert group.slower is not None

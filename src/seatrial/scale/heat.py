@@ -1,4 +1,4 @@
-"""Which ranks differ from their peers in own work, stage by stage: the values of a heat map. Pure."""
+"""Deviation of each rank's own work from its peers by stage, for a heat map. Pure."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ MOST_ROWS = 64
 
 @dataclass(frozen=True)
 class Heat:
-    """`values`: rows x stages, mean seconds of a step less the median of the peers, those of the same pipeline rank."""
+    """`values`: rows x stages, mean seconds per step minus the median of the peers (same pipeline rank)."""
 
     unit: str  # of a row: "rank" or "node"
     rows: tuple[int, ...]
     stages: tuple[str, ...]
     values: NDArray[np.float64]
-    left_out: int  # rows that deviate less than these
+    left_out: int  # rows left out because they deviate less
 
 
 def heat(observed: Observed) -> Heat | None:
     """The map of one size; None if no rank has a peer.
 
-    With more than MOST_ROWS ranks a row is a node, with the value of its rank that deviates most: a mean would hide one
-    slow GPU. Of more nodes than that, those that deviate most.
+    With more than MOST_ROWS ranks a row is a node, with the value of its most deviating rank: a mean would hide one
+    slow GPU. With more nodes than that, the most deviating ones.
     """
     pipeline = observed.layout.pipeline
     mean = observed.seconds[:, :, :OWN].mean(axis=0)

@@ -1,4 +1,4 @@
-"""What a measurement is judged by: gates on its efficiency, and the losses of its runs. Pure."""
+"""Judges a measurement: gates on its efficiency, and the losses of its runs. Pure."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from seatrial.scale.statistics import Estimate
 
 Verdict = Literal["PASS", "FAIL", "UNJUDGED"]
 
-# Relative difference of the losses of one step, trained on the same samples in another layout: sums in another order.
+# Tolerated relative difference of a step's loss on the same samples in another layout, from summation order.
 # fp32: as the drill allows (drill.expectation.OTHER_WORLD); lower precisions round to 3 digits and differ accordingly.
 _TOLERANCE = {"fp32": 1e-4}
 _TOLERANCE_LOW = 1e-2
-_MEDIAN = 1.4826  # of a normal distribution: standard deviation / median absolute value
-_SPREADS = 4.0  # first losses of weak scaling: standard deviations apart that are allowed
+_MEDIAN = 1.4826  # standard deviation / median absolute value of a normal distribution
+_SPREADS = 4.0  # tolerance of first losses in weak scaling, standard deviations
 
 
 @dataclass(frozen=True)
 class Gates:
-    """What was asked for; None: nothing."""
+    """Requested gates; None: not requested."""
 
-    doubling: float | None = None  # efficiency at each doubling, above this
-    speedup: tuple[int, int, float] | None = None  # from these GPUs to these, at least so many times
-    utilisation: float | None = None  # share of the time in which tensor cores are busy, above this
+    doubling: float | None = None  # minimum efficiency at each doubling
+    speedup: tuple[int, int, float] | None = None  # (from GPUs, to GPUs, minimum speed-up)
+    utilisation: float | None = None  # minimum tensor core activity
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """One gate or check, and why it holds or not; UNJUDGED is neither."""
+    """The verdict of one gate or check, with the reason."""
 
     name: str
     verdict: Verdict
@@ -49,12 +49,12 @@ def judge_gates(
 ) -> list[Judgement]:
     """`sizes`: (nodes, GPUs), ascending. `doublings`: nodes -> efficiency over half as many nodes, where that is a size.
 
-    `speedup` gives the tokens/s at one number of nodes over those at another, None if unknown. A gate is passed or
-    failed only if the whole interval is on one side of it.
+    `speedup(a, b)`: tokens/s at `a` nodes over those at `b`, None if unknown. A gate passes or
+    fails only if the whole interval is on one side of it.
     """
     found: list[Judgement] = []
     if gates.doubling is None:
-        found.append(Judgement("each doubling", "UNJUDGED", "not asked for (--min-doubling)"))
+        found.append(Judgement("each doubling", "UNJUDGED", "not requested (--min-doubling)"))
     elif not doublings:
         found.append(Judgement("each doubling", "UNJUDGED", "no two sizes differ by a factor of two"))
     else:
@@ -62,14 +62,14 @@ def judge_gates(
             name = f"{nodes // 2} to {nodes} nodes"
             found.append(_against(name, efficiency, gates.doubling, _percent, "above"))
     if gates.speedup is None:
-        found.append(Judgement("total speed-up", "UNJUDGED", "not asked for (--min-speedup)"))
+        found.append(Judgement("total speed-up", "UNJUDGED", "not requested (--min-speedup)"))
     else:
         low, high, times = gates.speedup
         name = f"{low} to {high} GPUs"
         at = {gpus: nodes for nodes, gpus in sizes}
         missing = [str(gpus) for gpus in (low, high) if gpus not in at]
         if missing:
-            text = f"no size of --nodes has {' or '.join(missing)} GPUs"
+            text = f"no size in --nodes has {' or '.join(missing)} GPUs"
             found.append(Judgement(name, "UNJUDGED", text))
         else:
             found.append(_against(name, speedup(at[high], at[low]), times, _times, "at least"))
@@ -77,12 +77,12 @@ def judge_gates(
 
 
 def judge_utilisation(least: float, active: Mapping[int, Estimate | None]) -> list[Judgement]:
-    """`active`: nodes -> share of the time in which the tensor cores of all GPUs were busy; None if the GPUs do not tell."""
+    """`active`: nodes -> tensor core activity of all GPUs; None if the GPUs do not report it."""
     found = []
     for nodes, share in active.items():
         name = f"tensor cores, {in_words(nodes)}"
         if share is None:
-            text = f"above {_percent(least)} is asked for, and how busy they are is unknown: it takes Hopper or later and NVML"
+            text = f"above {_percent(least)} is required, and the activity is unknown: it needs Hopper or later and NVML"
             found.append(Judgement(name, "UNJUDGED", text))
         else:
             found.append(_against(name, share, least, _percent, "above"))
@@ -94,15 +94,15 @@ def _against(
 ) -> Judgement:
     wanted = f"{how} {words(least)}"
     if value is None:
-        return Judgement(name, "UNJUDGED", f"{wanted} is asked for, and a size was not measured")
+        return Judgement(name, "UNJUDGED", f"{wanted} is required, and a size was not measured")
     if value.low is None or value.high is None:
-        return Judgement(name, "UNJUDGED", f"{words(value.mean)}, with a single run: {wanted} is asked for")
-    summary = f"{words(value.mean)} ({words(value.low)} to {words(value.high)}), {wanted} is asked for"
+        return Judgement(name, "UNJUDGED", f"{words(value.mean)}, from a single run: {wanted} is required")
+    summary = f"{words(value.mean)} ({words(value.low)} to {words(value.high)}), {wanted} is required"
     if value.low > least:
         return Judgement(name, "PASS", summary)
     if value.high < least:
         return Judgement(name, "FAIL", summary)
-    return Judgement(name, "UNJUDGED", f"{summary}: the interval contains it, more --repeats narrow it")
+    return Judgement(name, "UNJUDGED", f"{summary}: the interval contains it, more --repeats would narrow it")
 
 
 def _percent(value: float) -> str:
@@ -118,9 +118,9 @@ def judge_losses(
 ) -> list[Judgement]:
     """Compare the losses of each size with those of the first. `batches`: nodes -> global batch.
 
-    `losses`: nodes -> for each run the loss of each step. Strong scaling: every size trains on the same samples in every
-    step, so the losses of each step are compared. Weak scaling: a larger size has the samples of the first size's first
-    step, and more, in its first step, all with the initial weights; so the first losses are compared, within four
+    `losses`: nodes -> losses by step of each run. Strong scaling: every size trains on the same samples in every
+    step, so the losses of each step are compared. Weak scaling: the first step of a larger size contains the first size's
+    samples and more, all with the initial weights; so the first losses are compared, within four
     standard deviations of their difference. These come from the median difference of successive losses of the first size,
     which a falling loss hardly changes. The losses of all runs must be finite.
     """
@@ -149,16 +149,16 @@ def _same_steps(
     name: str, base: Sequence[float], runs: Sequence[Sequence[float]], allowed: float, _: float
 ) -> Judgement:
     worst = max(abs(a - b) / abs(b) for run in runs for a, b in zip(run, base, strict=True))
-    text = f"every step within {worst:.1e} of the first size's, {allowed:.0e} allowed"
+    text = f"every step within {worst:.1e} of the first size's, tolerance {allowed:.0e}"
     return Judgement(name, "PASS" if worst <= allowed else "FAIL", text)
 
 
 def _first_steps(
     name: str, base: Sequence[float], runs: Sequence[Sequence[float]], allowed: float, times: float
 ) -> Judgement:
-    """`times`: how many times the first size's batch the others' is."""
+    """`times`: batch size relative to the first size."""
     spread = median(abs(b - a) for a, b in itertools.pairwise(base)) * _MEDIAN / math.sqrt(2)
     room = _SPREADS * spread * math.sqrt(1 - 1 / times) + allowed * abs(base[0])
     worst = max(abs(run[0] - base[0]) for run in runs)
-    text = f"the first step's within {worst:.2g} of the first size's, {room:.2g} allowed; all are finite"
+    text = f"the first step's within {worst:.2g} of the first size's, tolerance {room:.2g}; all are finite"
     return Judgement(name, "PASS" if worst <= room else "FAIL", text)

@@ -1,7 +1,7 @@
-"""Which node's link is slow, from the connections between nodes. Pure.
+"""Finds the node with a slow link from the connections between nodes. Pure.
 
 All members of a collective wait for its slowest link alike, so their times cannot name it. But a connection over that
-link empties slowly while it has data to send, and those over other links do not.
+link drains slowly while it has data to send, and those over other links do not.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from dataclasses import dataclass
 
 from seatrial.hardware.tcp import Connection
 
-_TIMES = 2.0  # a slow link has less than 1 / this of the rate of every other
-_LEAST_BYTES = 1 << 20  # below this a connection only carried messages, no gradients or activations
+_TIMES = 2.0  # a slow link has less than 1/2 of the rate of every other
+_LEAST_BYTES = 1 << 20  # below this a connection carried only control messages
 
 
 @dataclass(frozen=True)
 class SlowLink:
-    """The link of one node; or, with a `peer`, the way between two."""
+    """The slow link of one node; or, with a `peer`, the path between two."""
 
     node: int
     peer: int | None
-    bytes_per_s: float  # of its fastest connection
-    others: float  # bytes/s of the slowest connection elsewhere
-    busy_s: float  # seconds, over the whole run, in which its slowest connection had data to send
-    excess_s: float  # of these, what would not be with the rate of the others
+    bytes_per_s: float  # rate of its fastest connection
+    others: float  # rate of the slowest connection elsewhere, bytes/s
+    busy_s: float  # seconds of the run in which its slowest connection had data to send
+    excess_s: float  # the part of `busy_s` in excess of the time at the others' rate
 
     @property
     def nodes(self) -> tuple[int, ...]:
@@ -68,7 +68,7 @@ class _Traffic:
 def _pairs(
     found: Mapping[int, Iterable[Connection]], node_of: Mapping[int, int]
 ) -> dict[tuple[int, int], _Traffic]:
-    """(sending node, receiving node) -> what was sent, where it was enough to compare."""
+    """(sending node, receiving node) -> traffic, if enough to compare."""
     at = {each.here: node_of[rank] for rank, own in found.items() for each in own}
     pairs: dict[tuple[int, int], _Traffic] = defaultdict(_Traffic)
     for each in (each for own in found.values() for each in own):

@@ -1,7 +1,7 @@
-"""What the runs of one size recorded, and the figures from which a cause is told. Pure.
+"""Records of the runs of one size, and the figures derived from them to find causes. Pure.
 
-A collective ends for all members at about the same time, so its member that arrives last waits least: that wait is the
-collective itself, and what others wait longer is somebody's lateness. It needs no synchronised clocks.
+A collective ends for all members at about the same time, so the member that arrives last waits least: its wait is the
+duration of the collective, and longer waits are due to late members. No synchronised clocks are needed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from seatrial.record.stages import (
     RankStages,
 )
 
-_KEPT = 0.9  # of the steps; the slowest are left out: in any run a few are disturbed by something else
-NORMAL = 1.4826  # of a normal distribution: standard deviation / median absolute deviation
+_KEPT = 0.9  # share of the steps that is used, without the slowest: in any run a few are disturbed
+NORMAL = 1.4826  # standard deviation / median absolute deviation of a normal distribution
 OWN_WORK = {"compute": (FORWARD, BACKWARD, OPTIMIZER), "data": (DATA,), "host": (HOST,)}
 _AXES = {"pipeline": (1,), "replicate": (2,), "shard": (3,), "tensor": (4,), "step_sum": (1, 2, 3, 4)}
 _STAGE = {
@@ -46,29 +46,31 @@ _STAGE = {
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of one dimension; those of a row have equal work.
+    """The groups of one dimension. Groups of a row have equal work.
 
-    They are of the same pipeline rank. Groups along the pipeline are those of the ranks of one tensor group: others
-    may be held back by a slow rank of their own.
+    A row has the groups of one pipeline rank. Along the pipeline, groups are those of one tensor group: others
+    may be delayed by a slow rank of their own.
     """
 
-    seconds: NDArray[np.float64]  # rows x groups: mean over steps of the least wait of any member
+    seconds: NDArray[np.float64]  # rows x groups: mean over steps of the shortest wait of any member
     ranks: NDArray[np.int64]  # rows x groups x members
 
 
 @dataclass(frozen=True)
 class Observed:
-    """One size: its steady steps, and what else is known of it."""
+    """One size: its steady steps, and other measurements."""
 
     seconds: NDArray[np.float64]  # steps x ranks x STAGES
     layout: Layout
     gpus_per_node: int
-    tokens: float  # of a step, all ranks
-    microbatches: int | None = None  # of a pipeline in a step
-    message_bytes: Mapping[str, float] = field(default_factory=dict)  # dimension -> of one collective
-    calls: Mapping[str, float] = field(default_factory=dict)  # dimension -> collectives of a rank in a step
-    faults: Mapping[int, Sequence[PortFault]] | None = None  # node -> from counters; None: not read
-    clocks_mhz: NDArray[np.float64] | None = None  # of each rank's device
+    tokens: float  # per step, all ranks
+    microbatches: int | None = None  # per pipeline and step
+    message_bytes: Mapping[str, float] = field(
+        default_factory=dict
+    )  # dimension -> mean size of one collective
+    calls: Mapping[str, float] = field(default_factory=dict)  # dimension -> collectives per rank and step
+    faults: Mapping[int, Sequence[PortFault]] | None = None  # node -> counter faults; None: not read
+    clocks_mhz: NDArray[np.float64] | None = None  # clock of each rank's device
     not_separated: Mapping[str, str] = field(default_factory=dict)  # as in RankStages
 
     def __post_init__(self) -> None:
@@ -88,7 +90,7 @@ class Observed:
 
     @cached_property
     def _without_save(self) -> NDArray[np.float64]:
-        """Seconds of each step."""
+        """Seconds of each step, without saves."""
         return np.asarray(self.seconds.sum(axis=2).max(axis=1) - self._save)
 
     @property
@@ -97,42 +99,42 @@ class Observed:
 
     @property
     def save_s(self) -> float:
-        """Of a step, on average over all: most steps save nothing."""
+        """Mean save time per step, over all steps, most of which save nothing."""
         return float(self._save.mean())
 
     @cached_property
     def step_s(self) -> float:
-        """Of a step, the slowest aside."""
+        """Mean step time without the slowest steps."""
         return float(self._without_save[self._kept].mean()) + self.save_s
 
     @property
     def step_error_s(self) -> float:
-        """Standard error of `step_s`, from the usual steps: those with a stall are no noise."""
+        """Standard error of `step_s`, without steps that stalled."""
         kept = self._without_save[self._kept]
         return NORMAL * float(lower_median(np.abs(kept - lower_median(kept)))[0]) / float(np.sqrt(len(kept)))
 
     def work(self, name: str) -> NDArray[np.float64]:
-        """Seconds of own work of this kind (OWN_WORK), pipeline ranks x the other ranks of each."""
+        """Seconds of own work of this kind (OWN_WORK), shape (pipeline ranks, ranks of each)."""
         own = self.seconds[self._kept][:, :, OWN_WORK[name]].sum(axis=2).mean(axis=0)
         return np.asarray(own.reshape(self.layout.pipeline, -1))
 
     @property
     def variation_s(self) -> float:
-        """What a step loses because another rank is the slowest in each: the mean of the largest less the largest mean."""
+        """Time lost to variation between ranks: mean of the per-step maximum minus the maximum of the means."""
         own = self.seconds[self._kept][:, :, : SAVE + 1].sum(axis=2) - self.seconds[self._kept][:, :, SAVE]
         return float(own.max(axis=1).mean() - own.mean(axis=0).max())
 
     @property
     def idle_s(self) -> float:
-        """Seconds that the rank with least idle time waits for other pipeline stages, or for the end of the step.
+        """Seconds that the least idle rank waits for other pipeline stages, or for the end of the step.
 
-        The last stage has its idle time before its first pass and after its last, where it waits in the step's sum.
+        The last stage is idle before its first pass, and after its last one, where it waits in the step's sum.
         """
         idle = self.seconds[self._kept][:, :, [PIPELINE, STEP_SUM]].sum(axis=2)
         return float(idle.min(axis=1).mean())
 
     def dimensions(self) -> list[str]:
-        """Those with something to wait for."""
+        """Dimensions with more than one rank."""
         sizes = {name: getattr(self.layout, name) for name in ("tensor", "shard", "replicate", "pipeline")}
         found = [name for name, size in sizes.items() if size > 1]
         if self._merged and "replicate" in found:
@@ -141,7 +143,7 @@ class Observed:
 
     @property
     def _merged(self) -> bool:
-        """Whether waiting for sums over replicas counts as that for shards."""
+        """Whether waiting for sums over replicas is counted with that for shards."""
         return "replicate" in self.not_separated and self.layout.shard > 1
 
     def groups(self, dimension: str) -> Groups:
@@ -159,12 +161,12 @@ class Observed:
         return Groups(least.reshape(rows, -1), ranks.transpose(*outside, *inside).reshape(rows, -1, members))
 
     def members(self, dimension: str) -> int:
-        """Ranks of one of its groups."""
+        """Ranks per group."""
         return int(self.groups(dimension).ranks.shape[2])
 
 
 def steady_steps(found: Mapping[int, RankStages], warm_up: int) -> NDArray[np.float64] | None:
-    """Steps x ranks x STAGES of a generation without its `warm_up` first steps; None unless all ranks have one in common.
+    """Steps x ranks x STAGES of a generation without its first `warm_up` steps; None if the ranks have no step in common.
 
     `found`: rank -> its record (`record.stages.read_generation`). Runs of one size can be joined along the steps.
     """

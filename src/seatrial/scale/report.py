@@ -1,4 +1,4 @@
-"""The results of a measurement as a document for programs, and as rows and lines for people."""
+"""The results of a measurement as a JSON document, table rows and lines of text."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ COLUMNS = (
 
 
 def document(results: Results) -> dict[str, Any]:
-    """The whole measurement as plain values."""
+    """The report as JSON values."""
     measurement = results.measurement
     terms = measurement.terms
     value = {
@@ -119,7 +119,7 @@ def _size(results: Results, size: Measured) -> dict[str, Any]:
 
 
 def _collectives(steps: Steps | None) -> dict[str, Any]:
-    """Dimension -> what one rank issues in a step."""
+    """Dimension -> collectives that one rank issues per step."""
     every = {} if steps is None else steps.collectives
     return {name: {**asdict(each), "message_bytes": each.message_bytes} for name, each in every.items()}
 
@@ -129,7 +129,7 @@ def _interval(value: Estimate | None) -> dict[str, Any] | None:
 
 
 def row(size: Measured, results: Results) -> tuple[str, ...]:
-    """The size's row of the table, under `columns`."""
+    """The table row of a size, matching `columns`."""
     speed, point = size.tokens_per_s, size.predicted
     predicted = None if point is None else point.tokens_per_s
     cells = [
@@ -150,7 +150,7 @@ def row(size: Measured, results: Results) -> tuple[str, ...]:
 
 
 def split_rows(results: Results) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Headings and rows of a table: for each stage its seconds of a step at each size, as far as they are known."""
+    """Headings and rows of a table: seconds per step of each stage at each size, if known."""
     known = [size.steps for size in results.sizes if size.steps is not None]
     nodes = [size.size.nodes for size in results.sizes if size.steps is not None]
     stages = [name for name in STAGES if any(name in steps.account.seconds for steps in known)]
@@ -163,7 +163,7 @@ def split_rows(results: Results) -> tuple[tuple[str, ...], list[tuple[str, ...]]
 
 
 def _message_rows(known: Sequence[Steps]) -> list[tuple[str, ...]]:
-    """Of each dimension the mean size of a collective's message, and how many there are in a step."""
+    """Rows with the mean message size and number of collectives per step, by dimension."""
 
     def cell(each: Issued | None) -> str:
         return "-" if each is None else f"{units.memory(each.message_bytes)} x {each.calls:,.0f}"
@@ -176,7 +176,7 @@ def _message_rows(known: Sequence[Steps]) -> list[tuple[str, ...]]:
 
 
 def waterfall_rows(results: Results) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Headings and rows of a table: the parts of a step at each size, beside each what `plan` predicts, if anything."""
+    """Headings and rows of a table: the parts of a step at each size, with the plan's prediction if there is one."""
     sizes = [(size.size.nodes, size.waterfall) for size in results.sizes if size.waterfall is not None]
     falls = [fall for _, fall in sizes]
     beside = any(fall.predicted_step_s is not None for fall in falls)
@@ -187,7 +187,7 @@ def waterfall_rows(results: Results) -> tuple[tuple[str, ...], list[tuple[str, .
             cells = [c for row, fall in zip(same, falls, strict=True) for c in _cells(row, fall, beside)]
             rows.append((same[0].name, *cells))
     total = [c for fall in falls for c in _cells(fall.total, fall, beside)]
-    return ("part of a step", *headings), [*rows, ("step", *total)]
+    return ("step part", *headings), [*rows, ("step", *total)]
 
 
 def _cells(row: Row, fall: StepWaterfall, beside: bool) -> Iterator[str]:
@@ -207,12 +207,12 @@ def _share(seconds: float, steps: Steps) -> str:
 
 
 def columns(results: Results) -> tuple[str, ...]:
-    """The headings of the table; with a price, also what a million tokens cost."""
+    """The headings of the table; with a price, including the cost per million tokens."""
     return COLUMNS if results.price is None else (*COLUMNS, "cost/Mtok")
 
 
 def share(value: Estimate | None) -> str:
-    """An efficiency: 91.2 % (90.1-92.3)."""
+    """An efficiency as text: 91.2 % (90.1-92.3)."""
     if value is None:
         return "-"
     if value.low is None or value.high is None:
@@ -225,19 +225,19 @@ def _off(value: Estimate) -> str:
 
 
 def lines(results: Results) -> Iterator[tuple[str, str]]:
-    """What the table does not say, as pairs of label and text."""
+    """Further results, as pairs of label and text."""
     for judgement in results.gates:
         yield judgement.verdict, f"{judgement.name}: {judgement.text}"
     if results.meets is not None:
         met = "none of the measured sizes"
         if results.meets:
             met = f"smallest {results.meets[0]} nodes, largest {results.meets[-1]}"
-        yield "meets them", f"{met}: every doubling up to a size passes"
+        yield "passing sizes", f"{met}: all doublings up to the size pass"
     for judgement in results.losses:
         yield judgement.verdict, f"{judgement.name}: {judgement.text}"
     for size in results.sizes:
         if size.tensor_active is not None:
-            text = f"busy in {size.tensor_active.mean * 100:.1f} % of the time"
+            text = f"active {size.tensor_active.mean * 100:.1f} % of the time"
             yield "tensor cores", f"{in_words(size.size.nodes)}: {text}"
         if size.causes and size.size.nodes not in results.passed:
             for label, text in cause_lines(size.causes):
@@ -257,7 +257,7 @@ def lines(results: Results) -> Iterator[tuple[str, str]]:
         )
         yield (
             "fit",
-            f"{fit.law}: {text}, speeds within {fit.worst * 100:.1f} %; if it holds: {', '.join(further)}",
+            f"{fit.law}: {text}, residuals within {fit.worst * 100:.1f} %; extrapolated: {', '.join(further)}",
         )
     if not results.fits:
         yield "fit", results.why_not_fitted()
@@ -269,7 +269,7 @@ def _notes(measurement: Measurement, results: Results) -> Iterator[tuple[str, st
         if size.problem:
             yield "problem", f"{in_words(size.size.nodes)}: {size.problem}"
         if size.unsettled:
-            text = f"{size.unsettled} of {size.runs} runs may have measured some of the warm-up: more --steps"
+            text = f"{size.unsettled} of {size.runs} runs may include part of the warm-up: use more --steps"
             yield "note", f"{in_words(size.size.nodes)}: {text}"
     for text in dict.fromkeys(text for s in results.sizes if s.waterfall for text in s.waterfall.notes()):
         yield "parts", text
@@ -283,14 +283,14 @@ def _notes(measurement: Measurement, results: Results) -> Iterator[tuple[str, st
     ]
     if wide:
         text = f"wider than ±{measurement.terms.precision * 100:g} % at {', '.join(wide)} nodes"
-        yield "intervals", f"{text}: more --repeats, --steps or --budget"
+        yield "intervals", f"{text}: use more --repeats, --steps or --budget"
     if not measurement.terms.groups:
         for size in results.sizes:
             used = {", ".join(t.hosts) for t in measurement.state.good(size.size.nodes) if t.hosts}
             if len(used) > 1:
                 yield (
                     "note",
-                    f"{in_words(size.size.nodes)}: its runs were on different nodes; --fresh measures all again",
+                    f"{in_words(size.size.nodes)}: its runs were on different nodes; use --fresh to repeat all",
                 )
     if measurement.stopped:
         yield "stopped", measurement.stopped

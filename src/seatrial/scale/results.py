@@ -1,4 +1,4 @@
-"""The results of a measurement: each size with its prediction, the gates, the fits, costs. Unknown values are None."""
+"""The results of a measurement: sizes with predictions, gates, fits, costs. Unknown values are None."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ from seatrial.scale.steps import Steps, causes, steps_of
 from seatrial.scale.trial import Figures
 
 _LAWS: tuple[Law, ...] = ("Amdahl", "universal scalability law")
-_MOST_TRACED = 3  # ranks that a cause names
+_MOST_TRACED = 3  # ranks named by a cause
 _FURTHER = 3  # doublings beyond the largest measured size
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One size. `tokens_per_s` is of all GPUs; None, with the reason in `problem`, if no run of it counts."""
+    """One size. `tokens_per_s` is the total over all GPUs; None, with the reason in `problem`, without a valid run."""
 
     size: Size
     runs: int
-    warm_up: int  # most first steps that a run left out
-    unsettled: int  # runs in which the warm-up may not have ended
+    warm_up: int  # largest warm-up of a run, steps
+    unsettled: int  # runs whose warm-up may not have ended
     tokens_per_s: Estimate | None
     mfu: float | None  # mean over runs
-    tensor_active: Estimate | None  # share of the time in which tensor cores are busy; None if unknown
+    tensor_active: Estimate | None  # share of the time with active tensor cores; None if unknown
     efficiency: Estimate | None  # tokens/s/GPU over the first size's; None for the first size
-    doubling: Estimate | None  # over that of half the size
+    doubling: Estimate | None  # over half the size
     predicted: Point | None
     why_not_predicted: str
     problem: str
-    steps: Steps | None  # where the time of a step went; None without usable records
-    waterfall: StepWaterfall | None  # the same in the planner's categories, beside its prediction
-    causes: tuple[Cause, ...]  # why a step takes longer than at half the size, else at the first size
+    steps: Steps | None  # breakdown of the step time; None without usable records
+    waterfall: StepWaterfall | None  # the same in the planner's categories, with its prediction
+    causes: tuple[Cause, ...]  # causes of lost efficiency against half the size, else the first size
 
     @property
     def per_gpu(self) -> float | None:
@@ -56,13 +56,13 @@ class Measured:
 
     @property
     def gpu_s_per_million(self) -> float | None:
-        """GPU seconds that a million tokens take."""
+        """GPU seconds per million tokens."""
         return None if self.per_gpu is None else 1e6 / self.per_gpu
 
 
 @dataclass(frozen=True)
 class Results:
-    """The whole measurement."""
+    """Results of the whole measurement."""
 
     measurement: Measurement
     sizes: tuple[Measured, ...]
@@ -71,23 +71,23 @@ class Results:
     fits: tuple[Fit, ...]
     meets: (
         tuple[int, ...] | None
-    )  # nodes of the sizes up to which every doubling passes; None without that gate
-    price: float | None  # of a GPU hour, in any currency
-    passed: frozenset[int]  # nodes of the sizes whose doubling passes its gate
+    )  # sizes (in nodes) up to which every doubling passes; None without that gate
+    price: float | None  # per GPU hour, in any currency
+    passed: frozenset[int]  # sizes (in nodes) whose doubling passes its gate
 
     @property
     def failed(self) -> bool:
-        """Whether a gate or a check of the losses failed, or a size could not be run."""
+        """Whether a gate, a loss check or a size failed."""
         wrong = any(j.verdict == "FAIL" for j in (*self.gates, *self.losses))
         return wrong or bool(self.measurement.failed)
 
     def cost(self, size: Measured) -> float | None:
-        """Price of a million tokens at this size; None without a price or a speed."""
+        """Cost per million tokens at this size; None without a price or a speed."""
         seconds = size.gpu_s_per_million
         return None if self.price is None or seconds is None else seconds * self.price / 3600
 
     def to_trace(self) -> tuple[int, list[int]] | None:
-        """(nodes, ranks) to trace: those of the first cause that names any, at the largest failing size, and one other rank."""
+        """(nodes, ranks) to trace: the ranks named by the first cause that has any, at the largest failing size, and one other."""
         for size in reversed(self.sizes):
             if size.size.nodes not in self.passed:
                 for cause in size.causes:
@@ -99,7 +99,7 @@ class Results:
 
     def why_not_fitted(self) -> str:
         """The reason if there is no fit."""
-        return "" if self.fits else "not fitted: it takes three sizes with two runs each"
+        return "" if self.fits else "not fitted: needs three sizes with two runs each"
 
 
 def results_of(measurement: Measurement, gates: Gates, *, price: float | None = None) -> Results:
@@ -145,7 +145,7 @@ def results_of(measurement: Measurement, gates: Gates, *, price: float | None = 
         sizes,
         tuple(judged),
         tuple(compared),
-        _fits(sizes, base),
+        _fitted(sizes, base),
         meets,
         price,
         frozenset(passed),
@@ -186,7 +186,7 @@ def _measured(
 
 
 def _with_gains(size: Measured, asker: Asker | None) -> tuple[Cause, ...]:
-    """The causes of a size with what the changes that they suggest would gain."""
+    """The causes of a size, each with the predicted gains of its suggested changes."""
     if size.steps is None:
         return ()
     at = None if asker is None else replace(asker, cluster=replace(asker.cluster, nodes=size.size.nodes))
@@ -206,16 +206,16 @@ def _waterfall(size: Size, steps: Steps, figures: Sequence[Figures], point: Poin
 
 
 def _tensor_active(measurement: Measurement, size: Size) -> Estimate | None:
-    """Over the runs of this size that count; None unless it is known of all."""
+    """Mean over the valid runs of this size; None unless known for all."""
     folders = [RunFolder(measurement.state.folder / t.folder) for t in measurement.state.good(size.nodes)]
     known = [tensor_active(folder, size.nodes, size.gpus) for folder in folders]
-    # An estimate is of positive values: none is a millionth.
+    # Estimates need positive values: zero becomes 1e-6.
     values = [max(value, 1e-6) for value in known if value is not None]
     return estimate(values) if values and len(values) == len(known) else None
 
 
 def _predicted(measurement: Measurement) -> tuple[dict[int, Point], Asker | None, str]:
-    """(nodes -> what `seatrial plan` predicts for it, what predicts other layouts, why nothing is predicted)."""
+    """(nodes -> prediction, the asker for other layouts, why nothing is predicted)."""
     job = measurement.job
     rates = measured_rates(measurement.runs / job.name, job, without=measurement.state.folder)
     place = rates.at(place_of(job))
@@ -234,8 +234,8 @@ def _predicted(measurement: Measurement) -> tuple[dict[int, Point], Asker | None
     return {point.nodes: point for point in predicted.points}, asker, ""
 
 
-def _fits(sizes: Sequence[Measured], base: int) -> tuple[Fit, ...]:
-    """Both laws over the measured sizes, which must include the first."""
+def _fitted(sizes: Sequence[Measured], base: int) -> tuple[Fit, ...]:
+    """Both laws fitted to the measured sizes, which must include the first."""
     known = [(s.size.nodes / base, s.tokens_per_s) for s in sizes if s.tokens_per_s is not None]
     if not known or known[0][0] != 1:
         return ()

@@ -1,4 +1,4 @@
-"""One measured run, as a process of its own: what `seatrial train` does, without a console.
+"""One measured run in its own process: `seatrial train` without a console.
 
 `python -m seatrial.scale.run JOB --runs FOLDER --parent PID`; the exit codes are those of `seatrial train`. With
 `--allocation ID --on NODE,NODE` it is a job step on these nodes of Slurm's job ID.
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--allocation")
     parser.add_argument("--on", default="")
     arguments = parser.parse_args(argv)
-    # If the measurement dies, however that happens, its run must die too. SIGINT also ends agents on other hosts.
+    # If the measurement process dies, its run must die too. SIGINT also ends agents on other hosts.
     process.die_with_parent(arguments.parent, signal.SIGINT)
     try:
         launcher = None

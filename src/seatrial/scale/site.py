@@ -1,4 +1,4 @@
-"""The nodes that a measurement may use: those of one run, or disjoint groups of them for runs side by side."""
+"""The nodes that a measurement may use, for one run, or as disjoint groups for parallel runs."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Site:
-    """Nodes by name, in the order in which a run takes them; none where only the launcher knows them."""
+    """Node names in the order in which runs use them; empty if only the launcher knows them."""
 
     nodes: tuple[str, ...]
     allocation: Allocation | None = None
 
     def groups(self, size: int) -> list[tuple[str, ...]]:
-        """As many disjoint groups of `size` nodes as there are."""
+        """As many disjoint groups of `size` nodes as possible."""
         last = len(self.nodes) - size
         return [self.nodes[first : first + size] for first in range(0, last + 1, size)]
 
     def job_on(self, job: Job, group: tuple[str, ...]) -> Job:
-        """`job` on the nodes of `group`, where the job file says which those are."""
+        """`job` restricted to the nodes of `group`, if the job file lists nodes."""
         if job.cluster.launcher != "ssh" or group == self.nodes[: len(group)]:
             return job
         why = "its group of nodes"
         return changed_job(job, {"ssh.hosts": (list(group), why), "ssh.hostfile": (None, why)}).job
 
     def environment_on(self, job: Job, group: tuple[str, ...]) -> Mapping[str, str]:
-        """What the processes of `job` need so that virtual nodes side by side do not share a GPU."""
+        """Environment for `job` so that parallel runs of virtual nodes do not share a GPU."""
         if job.cluster.launcher != "local" or choose_device(job.cluster)[0] != "cuda":
             return {}
         each, first = job.cluster.gpus_per_node, self.nodes.index(group[0])
@@ -44,7 +44,7 @@ class Site:
 
 
 def site_of(job: Job, nodes: int, allocation: Allocation | None) -> Site:
-    """The nodes of `job`, at least `nodes` of a virtual cluster. Raises InputError for names that are none."""
+    """The nodes of `job`, at least `nodes` of a virtual cluster. Raises InputError for invalid names."""
     launcher = job.cluster.launcher
     if allocation is not None:
         return Site(allocation.nodes, allocation)

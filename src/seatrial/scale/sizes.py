@@ -1,4 +1,4 @@
-"""The copies of a job that are measured: one for each number of nodes, otherwise as alike as possible."""
+"""The copies of a job that are measured: one per number of nodes, otherwise as similar as possible."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def sizes_of(job: Job, nodes: Sequence[int], mode: Mode, *, steps: int, stores: 
         found = None if recipe is None else refusal(job, at, recipe)
         if recipe is None:
             keys = _BATCH if "batch" in (why or "") else _HERE
-            found = RuleViolation(keys, why or "", "leave this size out of --nodes, or change the layout")
+            found = RuleViolation(keys, why or "", "remove this size from --nodes, or change the layout")
         if found is not None or recipe is None:
             assert found is not None
             problems.append(
@@ -63,7 +63,7 @@ def sizes_of(job: Job, nodes: Sequence[int], mode: Mode, *, steps: int, stores: 
             )
             continue
         try:
-            copy = changed_job(job, _wanted(job, recipe, n, steps, stores))
+            copy = changed_job(job, _changed_keys(job, recipe, n, steps, stores))
         except InputError as error:
             problems += error.diagnostics
         else:
@@ -73,7 +73,7 @@ def sizes_of(job: Job, nodes: Sequence[int], mode: Mode, *, steps: int, stores: 
     return sizes
 
 
-_NO_VALIDATION = "steps of training are measured"
+_NO_VALIDATION = "only training steps are measured"
 
 
 def in_words(nodes: int) -> str:
@@ -81,7 +81,7 @@ def in_words(nodes: int) -> str:
     return f"{nodes} node{'s' * (nodes != 1)}"
 
 
-def _wanted(
+def _changed_keys(
     job: Job, recipe: Recipe, nodes: int, steps: int, stores: Sequence[str]
 ) -> dict[str, tuple[Any, str]]:
     """key -> (value, why)."""

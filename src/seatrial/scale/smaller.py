@@ -14,11 +14,11 @@ from seatrial.job.loading import job_from_text
 
 
 def smaller(model: Architecture, factor: float, *, tensor: int, stages: int) -> Architecture:
-    """`model` with heads, widths and layers times `factor`, 0 < factor < 1, as near as its layout allows.
+    """`model` with heads, widths and layers scaled by `factor`, 0 < factor < 1, as closely as its layout allows.
 
     Heads stay multiples of `tensor` and keep their number per key/value head where `tensor` allows it; hidden size stays
-    in proportion to the heads. Layers stay a multiple of `stages`, the pipeline stages of all ranks, if they were one, and
-    at least as many. Nothing grows.
+    in proportion to the heads. Layers stay a multiple of `stages`, the pipeline stages of all ranks, if they were, and
+    at least `stages`. Nothing grows.
     """
     kv = _near(model.num_key_value_heads * factor, tensor, model.num_key_value_heads)
     heads = _near(model.num_attention_heads * factor, kv, model.num_attention_heads)
@@ -36,7 +36,7 @@ def smaller(model: Architecture, factor: float, *, tensor: int, stages: int) -> 
 
 
 def _near(wanted: float, unit: int, most: int) -> int:
-    """The multiple of `unit` next to `wanted`, at least one and at most `most`; a larger unit leaves `most`."""
+    """The multiple of `unit` nearest to `wanted`, from `unit` to `most`; `most` if `unit` is larger."""
     if unit > most:
         return most
     return min(max(1, math.floor(wanted / unit + 0.5)), most // unit) * unit
@@ -56,7 +56,7 @@ def smaller_changes(job: Job, factor: float) -> tuple[Change, ...]:
 
 
 def with_changes(job: Job, changes: Sequence[Change]) -> Job:
-    """`job` with another model. Raises InputError for one that a job file may not have."""
+    """`job` with `changes` applied. Raises InputError if the result is invalid."""
     sizes = {c.key.partition(".")[2]: c.copy for c in changes if c.key != "model.init_from"}
     model = job.file.model.model_copy(update={"init_from": None})
     file = job.file.model_copy(update={"model": model})

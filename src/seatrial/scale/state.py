@@ -19,18 +19,18 @@ from seatrial.scale.trial import Trial
 
 SCHEMA_VERSION = 1
 _FILE = "scale.json"
-# What does not change the measured work of a rank, or is chosen for each size.
+# Keys that do not change the measured work of a rank, or are set per size.
 _FREE = {
     "cluster": {"nodes", "spares", "port"},
     "parallel": {"shard", "replicate"},
     "train": {"steps", "sample_tokens"},
-    "data": {"train"},  # identified by its content
+    "data": {"train"},  # data is identified by its content
 }
 
 
 @dataclass
 class State:
-    """The runs of one measurement, below `folder`."""
+    """The runs of one measurement, in `folder`."""
 
     folder: Path
     identity: Mapping[str, Any]
@@ -38,11 +38,11 @@ class State:
 
     @property
     def spent(self) -> float:
-        """GPU hours of all runs, also of those that do not count."""
+        """GPU hours of all runs, including discarded ones."""
         return sum(trial.gpu_hours for trial in self.trials)
 
     def good(self, nodes: int) -> list[Trial]:
-        """The runs of this size that count."""
+        """The valid runs of this size."""
         return [t for t in self.trials if t.nodes == nodes and not t.problem]
 
     def add(self, trial: Trial) -> None:
@@ -61,10 +61,10 @@ class State:
 
 
 def identity_of(job: Job, mode: str, steps: int, digests: list[str]) -> dict[str, Any]:
-    """What must be equal for runs to belong to one measurement, flat and plain.
+    """The values that must be equal for runs to belong to one measurement, as a flat dict.
 
-    In weak scaling the global batch is identified by its share of a data-parallel rank, so that the same job with another
-    number of nodes and the batch that belongs to it continues.
+    In weak scaling the global batch is identified by its part per data-parallel rank, so that the same job with another
+    number of nodes and a proportional batch continues the measurement.
     """
     kept: dict[str, Any] = {}
     for name in type(job.file).model_fields:
@@ -85,7 +85,7 @@ def identity_of(job: Job, mode: str, steps: int, digests: list[str]) -> dict[str
 
 
 def open_state(runs: Path, job: Job, identity: Mapping[str, Any], *, fresh: bool) -> State:
-    """The newest measurement of this job with this identity below `runs`/.scale, else a new one (not yet on disk)."""
+    """The latest measurement of this job with this identity in `runs`/.scale, else a new one (not yet on disk)."""
     root = runs / ".scale"
     names = [] if fresh or not root.is_dir() else sorted(root.glob(f"{job.name}-[0-9]*"), reverse=True)
     for folder in names:

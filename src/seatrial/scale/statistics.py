@@ -1,4 +1,4 @@
-"""Means with 95 % confidence intervals, their ratios, and where the warm-up of a run ends. Pure."""
+"""Means with 95 % confidence intervals, their ratios, and detection of the warm-up. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _T = (
     (1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (5, 2.571), (6, 2.447), (7, 2.365), (8, 2.306), (9, 2.262),
     (10, 2.228), (12, 2.179), (15, 2.131), (20, 2.086), (30, 2.042), (60, 2.000), (120, 1.980), (math.inf, 1.960),
 )  # fmt: skip
-_OUTLIER = 5.0  # robust standard deviations, beyond which a step counts as this far off
+_OUTLIER = 5.0  # robust standard deviations at which outliers are clipped
 _MAD = 1.4826  # of a normal distribution: standard deviation / median absolute deviation
 _LEAST_STEADY = 4
 
@@ -28,8 +28,8 @@ class Estimate:
     low: float | None
     high: float | None
     n: int
-    relative_variance: float | None  # of the mean, over its square
-    degrees: float  # of freedom of that variance
+    relative_variance: float | None  # variance of the mean / mean^2
+    degrees: float  # degrees of freedom of that variance
 
     @property
     def half(self) -> float | None:
@@ -81,12 +81,12 @@ def ratio(above: Estimate, below: Estimate, factor: float = 1.0) -> Estimate:
 
 
 def warm_up(step_times: Sequence[float]) -> int:
-    """How many first steps to leave out: the first one, and those that differ from the rest; at most half of all.
+    """The number of warm-up steps: the first, and further ones that differ from the rest; at most half of all.
 
-    The first step allocates, connects and compiles, and one step alone is not always told from noise. The rest is searched
+    The first step allocates, connects and compiles; a single step is not always distinguishable from noise. The rest is searched
     for the least-squares change point of the logarithms, accepted if the Bayesian information criterion is better with it
-    than without; and again in what is left, since a warm-up may have several stages. Outliers, relative to the second
-    half, count as five standard deviations off.
+    than without; then again in what is left, since a warm-up may have several stages. Outliers, relative to the second
+    half, are clipped to five standard deviations.
     """
     n = len(step_times)
     if n < 2 * _LEAST_STEADY:
@@ -112,7 +112,7 @@ def _change_point(values: np.ndarray, most: int) -> int:
             best, best_rss = k, rss
     if best == 0:
         return 0
-    # Two parameters more, the place and the second mean. At least the variance of a unit spread: see `warm_up`.
+    # Two extra parameters: position and second mean. Variance at least that of a unit spread, see `warm_up`.
     floor = n * 1e-2
     gain = n * math.log(max(n * float(np.var(values)), floor) / max(best_rss, floor))
     return best if gain > 2 * math.log(n) else 0

@@ -1,4 +1,4 @@
-"""Where the time of a step went at one size, from the records that the ranks of its runs left in their run folders."""
+"""Step time breakdown at one size, from the records of the ranks in the run folders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from seatrial.scale.observed import Observed, steady_steps
 from seatrial.scale.sizes import Size
 from seatrial.scale.trial import Trial
 
-_MOST_OF_IT = 0.5  # a slow link is the cause if it explains this much of a wait
+_MOST_OF_IT = 0.5  # minimum share of a wait that a slow link must explain to be its cause
 _OF_NETWORK = ("network", "communication", "small messages", "congestion")
 
 
@@ -29,13 +29,13 @@ class Steps:
 
     account: Account
     observed: Observed
-    slow_link: SlowLink | None  # slower than all other links; `excess_s` of a step
-    collectives: Mapping[str, Issued]  # dimension -> of a rank in a step; nothing where a rank has no record
-    counters: tuple[NodeCounters, ...]  # of each node
+    slow_link: SlowLink | None  # `excess_s` per step
+    collectives: Mapping[str, Issued]  # dimension -> per rank and step; empty if a rank has no record
+    counters: tuple[NodeCounters, ...]  # by node
 
 
 def steps_of(root: Path, size: Size, trials: Sequence[Trial]) -> Steps | None:
-    """Of the run in `root` with the median speed among `trials`; None if its ranks' records cannot be used."""
+    """The steps of the run in `root` with the median speed among `trials`; None if its ranks' records are unusable."""
     known = sorted((t.figures.tokens_per_s, i) for i, t in enumerate(trials) if t.figures is not None)
     if not known:
         return None
@@ -72,10 +72,10 @@ def steps_of(root: Path, size: Size, trials: Sequence[Trial]) -> Steps | None:
 
 
 def causes(base: Steps, here: Steps, topology: Topology | None = None) -> tuple[Cause, ...]:
-    """Why `here` is less efficient than `base`, largest first; a wait for the network with the node whose link is slow."""
+    """Why `here` is less efficient than `base`, largest cause first; network waits name the node with the slow link, if found."""
     faults = new_faults(base.counters, here.counters)
     switches = "" if topology is None else leaf_switches(topology, here.counters, faults or {})
-    note = (f"leaf switches of the ports with congestion: {switches}",) if switches else ()
+    note = (f"leaf switches of congested ports: {switches}",) if switches else ()
     found = find_causes(base.observed, replace(here.observed, faults=faults))
     found = tuple(replace(c, evidence=c.evidence + note) if c.kind == "congestion" else c for c in found)
     return tuple(_with_link(cause, here) for cause in found)

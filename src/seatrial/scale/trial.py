@@ -1,4 +1,4 @@
-"""Measured runs of one size: started, waited for, read from their records, their checkpoints deleted."""
+"""Starts measured runs, waits for them, reads their figures and deletes their checkpoints."""
 
 from __future__ import annotations
 
@@ -27,40 +27,40 @@ if TYPE_CHECKING:
     from seatrial.launch.allocation import Allocation
 
 _POLL_S = 0.1
-_ENDING_S = 45.0  # for interrupted runs to end their agents, on other hosts too; srun may take 40 s
+_ENDING_S = 45.0  # grace for interrupted runs to end their agents, on other hosts too; srun may take 40 s
 _ALARMS = ("recovering", "run_failed", "gave_up", "corruption", "step_skipped")
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What one run measured."""
+    """The figures of one run."""
 
-    warm_up: int  # first steps that were left out
+    warm_up: int  # warm-up steps left out
     steady: int  # steps that were measured
-    step_s: float  # mean of these
+    step_s: float  # mean over the measured steps
     tokens_per_s: float
-    mfu: float | None  # 0..1; None if the peak of the device is not known
-    losses: list[float]  # of every step, warm-up too
+    mfu: float | None  # 0..1; None if the device's peak FLOP/s is unknown
+    losses: list[float]  # of every step, including warm-up
 
     @property
     def settled(self) -> bool:
-        """Whether the warm-up ended before the last step at which its end was looked for."""
+        """Whether the end of the warm-up was found before the last step searched."""
         return self.warm_up < (self.warm_up + self.steady) // 2
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One run. With a `problem` it does not count, and has no figures."""
+    """One run. With a `problem` it is not valid and has no figures."""
 
     nodes: int
     gpus: int
     began: float  # unix seconds
-    seconds: float  # of its process, start to end
+    seconds: float  # lifetime of its process
     folder: str  # name of the run folder
     problem: str = ""
     figures: Figures | None = None
-    hosts: list[str] = field(default_factory=list)  # the names of its nodes, as far as they are known
-    repeat: int = 0  # runs of one size side by side have the same, from 1; 0: not recorded
+    hosts: list[str] = field(default_factory=list)  # names of its nodes, if known
+    repeat: int = 0  # from 1, the same for parallel runs of one size; 0: not recorded
 
     @property
     def gpu_hours(self) -> float:
@@ -76,16 +76,16 @@ class Start:
     repeat: int
     job: Job  # of `size`, on `nodes`
     nodes: tuple[str, ...]
-    allocation: Allocation | None = None  # Slurm's, with only these nodes
+    allocation: Allocation | None = None  # Slurm allocation restricted to these nodes
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def run_trials(
     root: Path, starts: Sequence[Start], *, limit_s: float, tick: Callable[[], None]
 ) -> list[Trial]:
-    """Run all `starts` side by side, each in its folder below `root`; what has not ended after `limit_s` is interrupted.
+    """Run all `starts` in parallel, each in its folder below `root`; runs are interrupted after `limit_s`.
 
-    `tick` is called about ten times a second. Nothing of them is left when this returns or raises.
+    `tick` is called about ten times per second. No process is left when this returns or raises.
     """
     running: list[_Running] = []
     try:
@@ -105,7 +105,7 @@ class _Running:
     def __init__(self, root: Path, start: Start) -> None:
         self._root, self._start, name = root, start, start.name
         self._folder = RunFolder(root / name)
-        # Of a measurement that was killed: it would be resumed.
+        # Left by a killed measurement: it would be resumed.
         shutil.rmtree(self._folder.path, ignore_errors=True)
         file = root / f"{name}.toml"
         text = start.job.to_toml()
@@ -124,16 +124,16 @@ class _Running:
             )
 
     def over(self, limit_s: float) -> bool:
-        """Whether its process has ended; after `limit_s` seconds, whether or not."""
+        """Whether its process has ended, or `limit_s` is over."""
         seconds = time.monotonic() - self._clock
         ended = self.child.poll() is not None
         if self._seconds == 0 and (ended or seconds > limit_s):
             self._seconds = seconds
-            self._problem = "" if ended else f"it did not end within {limit_s:.0f} s, and was ended"
+            self._problem = "" if ended else f"it was stopped after its limit of {limit_s:.0f} s"
         return self._seconds > 0
 
     def trial(self) -> Trial:
-        """What it measured. Its process must have ended. Deletes its checkpoints."""
+        """The result. The process must have ended. Deletes the run's checkpoints."""
         start, problem = self._start, self._problem
         if not problem and self.child.returncode:
             log = self._root / f"{start.name}.log"
@@ -151,7 +151,7 @@ class _Running:
 
 
 def _end(children: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Interrupt those that run, and wait for all."""
+    """Interrupt running processes, and wait for all."""
     for child in children:
         if child.poll() is None:
             child.send_signal(signal.SIGINT)
@@ -165,7 +165,7 @@ def _end(children: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def _read(trial: Trial, folder: RunFolder, size: Size) -> Trial:
-    """`trial` with the figures of the records, or with what is wrong with them."""
+    """`trial` with the figures from its records, or with their problem."""
     records, problems = read_metrics(folder)
     records = current_history(records)
     ledger, wrong = read_ledger(folder)
@@ -183,7 +183,7 @@ def _read(trial: Trial, folder: RunFolder, size: Size) -> Trial:
 
 
 def figures_of(records: Sequence[MetricsRecord], tokens_per_step: int) -> Figures:
-    """The figures of a run from the records of all its steps."""
+    """The figures of a run from its step records."""
     cut = warm_up([r.step_time_s for r in records])
     steady = records[cut:]
     step_s = math.fsum(r.step_time_s for r in steady) / len(steady)

@@ -1,4 +1,4 @@
-"""The exception of all stores: one type, with its kind, for folders and object stores alike."""
+"""The exception of all stores: one type with a kind, for folders and object stores."""
 
 from __future__ import annotations
 

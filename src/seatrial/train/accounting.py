@@ -1,4 +1,4 @@
-"""Records where the time of each step went in this rank; always on."""
+"""Records the time of each step by stage in this rank; always on."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Accounting:
         self._collectives: CollectivesWriter | None = None
 
     def begin(self, first_step: int) -> None:
-        """Begin to count: `first_step` begins now."""
+        """Start recording: `first_step` starts now."""
         try:
             self._writer = StageWriter(
                 self._folder,
@@ -63,7 +63,7 @@ class Accounting:
                 self._failed(error)
 
     def close(self) -> None:
-        """Count no more; write what is known."""
+        """Stop recording; write pending records."""
         self._blocked.remove()
         self._clock.stop()
         self._write()
@@ -98,11 +98,11 @@ class Accounting:
         self._blocked.remove()
         self._clock.stop()
         self._end_collectives()
-        complain(f"where the time of steps goes is not recorded any more: {error}")
+        complain(f"step times by stage are no longer recorded: {error}")
 
 
 def not_separated(model: ParallelModel) -> dict[str, str]:
-    """Stage -> where its time is counted, for what cannot be told apart with these settings."""
+    """Stages that cannot be separated with these settings -> where their time is counted."""
     settings, layout = model.settings, model.mesh.layout
     unclear = {}
     if settings.compile and layout.tensor > 1 and not settings.async_tensor:

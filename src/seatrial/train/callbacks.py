@@ -37,7 +37,7 @@ class Callbacks:
             self._timed(name, call, record)
 
     def values(self, record: MetricsRecord) -> dict[str, float]:
-        """As `step`; the number that each returned. One that returns something else has failed."""
+        """Like `step`; returns each metric's number. A metric that returns anything else has failed."""
         found = {}
         for name, call in list(self._calls.items()):
             value = self._timed(name, partial(_number, call), record)

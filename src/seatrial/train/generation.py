@@ -1,4 +1,4 @@
-"""What a worker does in each generation: join, agree on the state to resume from, train, and keep its state.
+"""One generation of a worker: join, agree on the state to resume from, train, and keep the state.
 
 A worker that lost its peers holds the state of its last step. It can be given a rank of the next generation and resume
 from there, without reading anything.
@@ -116,7 +116,7 @@ class GenerationSpec:
 
 @dataclass
 class _Kept:
-    """What a worker keeps after losing its peers."""
+    """The state that a worker keeps after losing its peers."""
 
     loop: Loop
     tensors: Carried

@@ -26,7 +26,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def memory_bytes(device: torch.device) -> int:
-    """On a GPU: the most that torch has allocated at once. On a CPU: this process's resident memory now."""
+    """On a GPU: peak of torch's allocations. On a CPU: this process's current resident memory."""
     if accelerator.is_accelerator(device):
         return accelerator.peak_memory(device)
     with open("/proc/self/statm") as f:
@@ -154,7 +154,7 @@ class Meter:
             self._peak = peak_flops(gpu, job.train.precision) if gpu is not None else None
 
     def convention(self) -> tuple[str, dict[str, Any]]:
-        """What MFU is measured against and how FLOPs are counted, as text and as numbers."""
+        """The peak that MFU refers to and the FLOP count, as text and as numbers."""
         length, arch = self._job.train.sequence_length, self._job.architecture
         full = arch.flops_per_token(length, full_attention=True)
         data = {

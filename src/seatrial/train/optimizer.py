@@ -34,7 +34,7 @@ def build_optimizer(shards: list[Shard], settings: OptimizerSection) -> ShardedO
 
 
 class ShardedOptimizer(ABC):
-    """What every optimizer has: state for each shard, the gradient norm, updates that can be refused.
+    """Base of optimizers: state per shard, gradient norm, updates that can be rejected.
 
     Working on the shards' local tensors, not on DTensors, saves the sharding propagation of every optimizer operation:
     seconds in the first step.
@@ -88,7 +88,7 @@ class ShardedOptimizer(ABC):
         return total
 
     def refuse_if(self, bad: Tensor) -> None:
-        """Where the scalar `bad` is not zero, this update and all later ones change nothing, until `allow`."""
+        """If the scalar `bad` is not zero, this update and all later ones are no-ops until `allow`."""
         self._refused.copy_(torch.maximum(self._refused, (bad != 0).to(self._refused)))
 
     def allow(self) -> None:

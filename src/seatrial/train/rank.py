@@ -1,4 +1,4 @@
-"""What one rank does from the process group to the last step."""
+"""One rank from process group to last step."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from seatrial.train.validation import ValidationSet
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """What torchrun's environment variables state about this process."""
+    """torchrun's environment variables of this process."""
 
     rank: int
     local_rank: int
@@ -146,7 +146,7 @@ def load(
     loader: BatchLoader,
     worth: Callable[[int], bool] = lambda step: True,
 ) -> tuple[ParallelModel, ShardedOptimizer, Progress] | None:
-    """Model and optimizer from the newest undamaged checkpoint whose step is `worth` it; None where there is none.
+    """Model and optimizer from the latest undamaged checkpoint whose step is `worth` it; None if there is none.
 
     All ranks call it. Raises RunFailed if the checkpoint continues at another sample than this job.
     """
@@ -169,7 +169,7 @@ def load(
 
 @contextmanager
 def _unsupervised(job: Job, folder: RunFolder, mesh: Mesh, loader: BatchLoader) -> Iterator[int]:
-    """A generation that rank 0 begins and all ranks share, with the run locked as in any other start."""
+    """A generation started by rank 0 for all ranks, with the run locked as in any other start."""
     if folder.path.name != job.name:
         raise InputError(
             f"{folder.path} belongs to the job {job.name!r}: the folder was renamed",
@@ -211,8 +211,9 @@ def join(place: RankEnvironment, timeout: timedelta, store: Store | None = None)
     """Join the process group; returns this rank's device. Without a `store`, use the one of torchrun."""
     device = accelerator.claim(place.device, place.local_rank)
     on_accelerator = accelerator.is_accelerator(device)
-    if not on_accelerator:
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    threads = os.environ.get("OMP_NUM_THREADS", "" if on_accelerator else "1")
+    if threads:  # torch read the fork server's when it was imported
+        torch.set_num_threads(int(threads.partition(",")[0]))
     given: dict[str, Any] = {}
     if store is not None:
         given = {"store": store, "rank": place.rank, "world_size": place.world_size}
@@ -308,7 +309,7 @@ def make_validation(
 
 
 def first_weights(job: Job) -> WeightSource:
-    """Where a run without a checkpoint takes its weights from."""
+    """The source of the weights of a run without a checkpoint."""
     if job.model.init_from is None:
         return RandomWeights(job.architecture, job.train.seed)
     tensor_name = family_named(job.architecture.family).tensor_name

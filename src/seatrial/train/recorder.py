@@ -42,7 +42,7 @@ class Known:
         return self.values.norm_squared
 
     def as_row(self) -> list[float]:
-        """As numbers, for another rank."""
+        """The values as numbers, for another rank."""
         own = [float(self.generation), float(self.step), self.seconds, self.data_wait, float(self.skipped)]
         return own + list(self.values.vector)
 

@@ -19,7 +19,7 @@ MOST_EVENTS = 2_000_000
 
 
 class Trace:
-    """The trace of one rank in one generation; nothing where the job does not ask this rank for one.
+    """The trace of one rank in one generation; a no-op if the job does not request one of this rank.
 
     A trace that cannot be recorded or written is reported, and training continues.
     """
@@ -38,7 +38,7 @@ class Trace:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Trace what is done inside if this step was asked for; after the last one the trace is written."""
+        """Trace the body if this step was requested; the trace is written after the last such step."""
         if number == self._first:
             self._begin()
         if self._profile is None:

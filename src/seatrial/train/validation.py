@@ -34,11 +34,11 @@ class ValidationSet:
 
 @dataclass(frozen=True)
 class Measured:
-    """What came of a validation, the same in all ranks."""
+    """The result of a validation, equal in all ranks."""
 
     loss: float | None  # mean over the tokens, in nats; None: it was left before its end
     seconds: float
-    leaving: Leaving | None  # what at least one rank was asked to do meanwhile
+    leaving: Leaving | None  # request to at least one rank in the meantime
 
 
 class Validation:

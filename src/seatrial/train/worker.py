@@ -68,7 +68,7 @@ def _serve(folder: RunFolder, supervisor_client: SupervisorClient) -> int:
             if worker is None:
                 worker = TrainWorker(folder, supervisor_client, generation_spec.inputs)
             how = worker.run(generation_spec)
-        except Exception as error:  # noqa: BLE001  whatever it was, it ends this generation and must be told
+        except Exception as error:  # noqa: BLE001  any exception ends this generation and must be reported
             left = supervisor_client.abandoned or is_consequence(error, generation_spec.place.rank)
             if worker is None or not worker.can_park or not left:
                 return _report(error, folder, generation_spec.generation, generation_spec.place)

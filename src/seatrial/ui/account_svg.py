@@ -1,4 +1,4 @@
-"""GPU memory as SVG: a bar of the kinds of bytes, compared with the capacity of the GPU."""
+"""GPU memory by kind as an SVG bar, compared with the capacity of the GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from seatrial.plan.search.fit import Account
 from seatrial.ui import figures
 from seatrial.ui.svg import WIDTH, box, framed, line, text
 
-_SIDE, _TOP, _HEIGHT, _COLUMNS = 16.0, 58.0, 34.0, 4
+_SIDE, _TOP, _HEIGHT, _COLUMN = 16.0, 58.0, 34.0, 230.0
 
 _LOOKS: dict[str, str] = {
     "weights": "kernels",
@@ -31,8 +31,10 @@ _TOGETHER = {
 }
 
 
-def account_svg(account: Account, room: float | None, *, title: str, alone: bool = True) -> Element:
-    """Bytes on the most loaded GPU. `room`: what a process can have there; None if the GPU is unknown.
+def account_svg(
+    account: Account, room: float | None, *, title: str, alone: bool = True, width: float = WIDTH
+) -> Element:
+    """Bytes on the most loaded GPU. `room`: what one process can use there; None if the GPU is unknown.
 
     Raises ValueError for an account without a layout.
     """
@@ -45,23 +47,28 @@ def account_svg(account: Account, room: float | None, *, title: str, alone: bool
             sums[together] = sums.get(together, 0.0) + part.gpu
     shown = list(sums.items())
     most = max(account.gpu_bytes, room or 0.0) * 1.02
-    scale = (WIDTH - 2 * _SIDE) / most
+    scale = (width - 2 * _SIDE) / most
     parts, x = [], _SIDE
     for label, n_bytes in shown:
         hint = f"{label}: {figures.memory(n_bytes)}"
-        parts.append(box(x, _TOP, n_bytes * scale, _HEIGHT, f"st-{_LOOKS[label]}", hint))
+        # A gap tells neighbours apart whatever their colours.
+        wide = max(0.5, n_bytes * scale - 1)
+        parts.append(box(x, _TOP, wide, _HEIGHT, f"st-{_LOOKS[label]}", hint))
         x += n_bytes * scale
     if room is not None:
         at = _SIDE + room * scale
         parts.append(line([(at, _TOP - 8), (at, _TOP + _HEIGHT + 8)], "st-step"))
         parts.append(text(at, _TOP - 13, f"the GPU has {figures.memory(room)}", "st-soft st-num", "end"))
     y = _TOP + _HEIGHT + 32
-    each = (WIDTH - 2 * _SIDE) / _COLUMNS
+    columns = int(width // _COLUMN)
+    each = (width - 2 * _SIDE) / columns
     for i, (label, n_bytes) in enumerate(shown):
-        left, base = _SIDE + i % _COLUMNS * each, y + i // _COLUMNS * 22
+        left, base = _SIDE + i % columns * each, y + i // columns * 22
         parts.append(box(left, base - 10, 11, 11, f"st-{_LOOKS[label]}", "", 2))
         parts.append(text(left + 17, base, f"{label} {figures.memory(n_bytes)}", "st-soft st-num"))
-    height = y + (len(shown) - 1) // _COLUMNS * 22 + 16
+    height = y + (len(shown) - 1) // columns * 22 + 16
     detail = ", ".join(f"{label} {figures.memory(n)}" for label, n in shown)
     sentence = f"One GPU needs {figures.memory(account.gpu_bytes)}: {detail}."
-    return framed(parts, height=height, title=title, sentence=sentence, name="memory", alone=alone)
+    return framed(
+        parts, height=height, title=title, sentence=sentence, name="memory", alone=alone, width=width
+    )

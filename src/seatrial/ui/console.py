@@ -1,4 +1,4 @@
-"""Console output of a run while it trains, read entirely from the run folder, as any other viewer would."""
+"""Console output of a run while it trains, read entirely from the run folder."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _IN_SUMMARY = ("run_finished", "run_failed", "run_interrupted", "sample")
 
 
 class TrainConsole:
-    """Prints a header, the steps as they come and a summary on stderr; the summary's JSON on stdout.
+    """Prints a header, steps and a summary on stderr; the summary's JSON on stdout.
 
-    `poll` is called a few times a second and shows what generation `generation` and later ones wrote.
+    `poll` is called a few times per second and shows records of `generation` and later ones.
     """
 
     def __init__(
@@ -49,8 +49,10 @@ class TrainConsole:
         self._total = total_steps
         self._generation = generation
         self._reader = RunReader(folder, self._take)
-        self._news: list[tuple[MetricsRecord | Event, float | None]] = []  # with the ETA at that time
-        self._told = 0  # number of the reader's problems already reported
+        self._pending: list[
+            tuple[MetricsRecord | Event, float | None]
+        ] = []  # items to show, with the ETA at that time
+        self._reported = 0  # number of the reader's problems already reported
         self._recoveries = Recoveries()
         self._began = time.time()
         self._live: LivePane | None = None
@@ -69,7 +71,7 @@ class TrainConsole:
         notes: Sequence[str] = (),
         resume_step: int | None = None,
     ) -> None:
-        """Describe what will run, before it does. `resume_step`: the step of the checkpoint to resume from."""
+        """Print what will run. `resume_step`: the step of the checkpoint to resume from."""
         self.out.line(job.name, "bold")
         for label, text in header_pairs(
             job, self.folder, self._generation, device, device_reason, data_summary, resume_step
@@ -80,7 +82,7 @@ class TrainConsole:
         for note in notes:
             self.out.pair("note", note, "yellow")
         self.out.line()
-        self._reader.poll()  # resuming a long run takes seconds here, while nothing waits for it
+        self._reader.poll()  # reading a long run takes seconds; nothing waits for it here
 
     def catch_up(self) -> None:
         """Print the current state and follow it from here: for a viewer that starts later."""
@@ -93,7 +95,7 @@ class TrainConsole:
         print_events(self.out, view)
 
     def poll(self) -> None:
-        """Show what was written since the last call."""
+        """Show new records."""
         self._reader.poll()
         if self.out.styled and self._live is None:
             from seatrial.ui.live import LivePane
@@ -110,7 +112,7 @@ class TrainConsole:
         """
         view = self._reader.view(own=state is not None)
         if state is not None and state != view.state:
-            # There was nothing to do, or a full disk kept the end out of the records.
+            # There was nothing to do, or the disk was too full to record the end.
             view.state, view.state_reason = state, reason or (failure.cause if failure is not None else state)
         if view.state == "failed":
             unknown = "it ended without reporting a reason; see the logs of its ranks"
@@ -119,9 +121,9 @@ class TrainConsole:
         return view
 
     def summary(self, view: RunView, next_commands: Sequence[str] = ()) -> None:
-        """Print how it ended.
+        """Print the outcome.
 
-        `next_commands` are printed verbatim; by default the command to look at the run again.
+        `next_commands` are printed verbatim; by default the `seatrial watch` command of the run.
         """
         self._show_news()
         self.close()
@@ -145,14 +147,14 @@ class TrainConsole:
 
     def _take(self, item: MetricsRecord | Event) -> None:
         if item.generation >= self._generation:
-            self._news.append((item, self._reader.eta_s(self._total)))
+            self._pending.append((item, self._reader.eta_s(self._total)))
 
     def _show_news(self) -> None:
         problems = self._reader.problems
-        for problem in problems[self._told :]:
+        for problem in problems[self._reported :]:
             self.out.line(f"warning: {problem}", "yellow")
-        self._told = len(problems)
-        news, self._news = self._news, []
+        self._reported = len(problems)
+        news, self._pending = self._pending, []
         # By time; at equal times, a step before events.
         for item, eta in sorted(news, key=lambda n: (n[0].time, isinstance(n[0], Event))):
             if isinstance(item, Event):
@@ -195,7 +197,7 @@ class TrainConsole:
             style = "bold red" if event.severity == "error" else "yellow"
             known = (("node", event.node), ("rank", event.rank))
             places = [f"{what} {number}" for what, number in known if number is not None]
-            # Do not repeat a place that the message names itself.
+            # Do not repeat a node or rank that the message names.
             told = not places or all(place in event.message for place in places)
             where = "" if told else f" on {' '.join(places)}"
             self.out.line(f"{event.severity}{where}: {message_of(event)}", style)

@@ -1,4 +1,4 @@
-"""Values over steps as lines, such as a loss and its validation loss."""
+"""Line charts over steps, such as loss and validation loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `seatrial watch` shows on a whole terminal: one of four views of a run, made from its folder. Pure."""
+"""The full-screen views of `seatrial watch`. Pure."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 ViewName = Literal["overview", "ranks", "step", "events"]
 KEYS: dict[str, ViewName] = {"1": "overview", "2": "ranks", "3": "step", "4": "events"}
 
-# Distinct for the colour-blind too (Okabe and Ito), in the order of `record.stages.STAGES`; those that wait are light.
+# Distinct for the colour-blind too (Okabe and Ito), in the order of `record.stages.STAGES`; waiting is light.
 _STAGE_STYLES = {
     "data": "#e69f00",
     "host": "#f0e442",
@@ -45,24 +45,24 @@ _WAITING = ("#d55e00", "#a05a2c", "#999999", "#bbbbbb", "#dddddd")
 # Deviation of a rank's own work from its peers, in shares of a step: from much less work to much more.
 _STEPS_OF_MAP = ((-0.05, "#2166ac"), (-0.02, "#67a9cf"), (0.02, "#d9d9d9"), (0.05, "#f4a582"))
 _MUCH_MORE = "#b2182b"
-_LATE = 5.0  # mean step times without a new step: the age of the last one is marked
+_LATE = 5.0  # step times without a new step, after which the age of the last one is highlighted
 
 
 @dataclass(frozen=True)
-class Shown:
-    """A moment of a run. `account` and `waterfall`: of its last generation; None where nothing was recorded."""
+class ViewState:
+    """The state of a run to draw. `account` and `waterfall`: of its last generation; None if not recorded."""
 
     view: RunView
     now: float  # unix seconds
     account: Account | None
-    pipeline: int  # stages, among whose ranks own work is compared; 1 where that is not known
+    pipeline: int  # pipeline stages; own work is compared among the ranks of a stage; 1 if unknown
     waterfall: StepWaterfall | None
     why_no_prediction: str
     underway: str | None  # the current recovery
     goodput: Sequence[Pair] = ()
 
 
-def draw(shown: Shown, which: ViewName, width: int, height: int) -> RenderableType:
+def draw(shown: ViewState, which: ViewName, width: int, height: int) -> RenderableType:
     """The view, in `height` lines of `width` columns."""
     top = [_headline(shown), *_progress(shown)]
     room = height - len(top) - 2  # an empty line, and the keys
@@ -75,7 +75,7 @@ def draw(shown: Shown, which: ViewName, width: int, height: int) -> RenderableTy
     return Group(*top, Text(""), *lines, *padding, _keys(which))
 
 
-def _headline(shown: Shown) -> Text:
+def _headline(shown: ViewState) -> Text:
     view = shown.view
     state: State = view.state
     text = Text.assemble(
@@ -91,8 +91,8 @@ def _headline(shown: Shown) -> Text:
     return text
 
 
-def _progress(shown: Shown) -> list[RenderableType]:
-    """Whether it moves: a bar with the time left, then the age of the last step and the figures of it."""
+def _progress(shown: ViewState) -> list[RenderableType]:
+    """A progress bar with the ETA, then the age and the figures of the last step."""
     view, last, total = shown.view, shown.view.last, shown.view.job.steps
     if last is None:
         waited = view.wall_time_s(shown.now)
@@ -122,8 +122,8 @@ def _progress(shown: Shown) -> list[RenderableType]:
     return [bar, line]
 
 
-def _left(shown: Shown) -> str:
-    """The time left, and beside it what the plan expects for the same steps."""
+def _left(shown: ViewState) -> str:
+    """The ETA, and the plan's for the same steps."""
     view, waterfall = shown.view, shown.waterfall
     text = f"ETA {figures.eta(view.eta_s)}" if view.state == "running" else ""
     predicted = None if waterfall is None else waterfall.predicted_step_s
@@ -133,7 +133,7 @@ def _left(shown: Shown) -> str:
     return f"{text}, by the plan {figures.eta(planned)}"
 
 
-def _overview(shown: Shown, width: int, room: int) -> list[Text]:
+def _overview(shown: ViewState, width: int, room: int) -> list[Text]:
     view = shown.view
     problems = [Pair("damaged", str(problem), "yellow") for problem in view.problems[-3:]]
     lines = [_pair(pair) for pair in (*problems, *alert_pairs(view))]
@@ -151,7 +151,7 @@ def _overview(shown: Shown, width: int, room: int) -> list[Text]:
     return lines
 
 
-def _ranks(shown: Shown, width: int, room: int) -> list[Text]:
+def _ranks(shown: ViewState, width: int, room: int) -> list[Text]:
     if shown.account is None:
         return [Text("the ranks have not recorded the stages of any step of this generation yet", "dim")]
     from seatrial.record.frontier import beside_peers
@@ -160,7 +160,7 @@ def _ranks(shown: Shown, width: int, room: int) -> list[Text]:
     deviation = beside_peers(account.split.own_s, shown.pipeline)
     worst = sorted(range(account.ranks), key=lambda rank: -abs(deviation[rank]))[: max(3, room // 4)]
     lines = _map(shown, width, room - len(worst) - 3)
-    lines += [Text(""), Text("rank  node  own work of a step  beside its peers", "bold")]
+    lines += [Text(""), Text("rank  node  own work per step   against its peers", "bold")]
     nodes = _nodes(shown)
     for rank in worst:
         node = nodes[rank * len(nodes) // account.ranks] if nodes else "?"
@@ -170,8 +170,8 @@ def _ranks(shown: Shown, width: int, room: int) -> list[Text]:
     return lines
 
 
-def _step(shown: Shown, width: int, room: int) -> list[Text]:
-    """Where the time of a step goes, and the same as planned."""
+def _step(shown: ViewState, width: int, room: int) -> list[Text]:
+    """The step time by stage, measured and planned."""
     lines = _split_bar(shown.account, width)
     waterfall = shown.waterfall
     if waterfall is None:
@@ -194,7 +194,7 @@ def _step(shown: Shown, width: int, room: int) -> list[Text]:
     return lines
 
 
-def _events(shown: Shown, width: int, room: int) -> list[Text]:
+def _events(shown: ViewState, width: int, room: int) -> list[Text]:
     return _event_lines(shown.view, room)
 
 
@@ -209,7 +209,7 @@ def _event_lines(view: RunView, most: int) -> list[Text]:
 
 
 def _chart(name: str, values: Sequence[float], width: int, height: int) -> list[Text]:
-    """The whole history of `values` as an area of `height` lines."""
+    """All `values` as an area chart of `height` lines."""
     finite = [v for v in values if math.isfinite(v)]
     if not finite:
         return [Text(f"{name}: no finite value", "bold red")]
@@ -225,7 +225,7 @@ def _chart(name: str, values: Sequence[float], width: int, height: int) -> list[
 
 
 def _split_bar(account: Account | None, width: int) -> list[Text]:
-    """One bar of the stages of a step, and their names in its colours."""
+    """One bar of the stages of a step, with a legend."""
     if account is None:
         return []
     room = max(10, width - LABEL_WIDTH)
@@ -246,8 +246,8 @@ def _split_bar(account: Account | None, width: int) -> list[Text]:
     return [bar, names]
 
 
-def _map(shown: Shown, width: int, room: int) -> list[Text]:
-    """A cell for each rank, those of a node beside each other: its own work beside its peers of the same pipeline rank."""
+def _map(shown: ViewState, width: int, room: int) -> list[Text]:
+    """A heat map with one cell per rank, grouped by node: own work against the peers of the same pipeline rank."""
     from seatrial.record.frontier import beside_peers
 
     account = shown.account
@@ -274,7 +274,7 @@ def _map(shown: Shown, width: int, room: int) -> list[Text]:
             line.append("  ")
         lines.append(line)
     legend = Text(" " * LABEL_WIDTH, "dim")
-    legend.append("own work beside peers, share of a step: ")
+    legend.append("own work against peers, share of a step: ")
     for style, words in zip(
         [*(style for _, style in _STEPS_OF_MAP), _MUCH_MORE],
         ("< -5 %", "-5 to -2 %", "even", "2 to 5 %", "> 5 %"),
@@ -282,12 +282,12 @@ def _map(shown: Shown, width: int, room: int) -> list[Text]:
     ):
         legend.append("■ ", style).append(f"{words}  ")
     if left_out:
-        legend.append(f"{left_out:,} nodes that differ less are not shown")
+        legend.append(f"{left_out:,} nodes that deviate less are not shown")
     return [*lines, legend]
 
 
-def _nodes(shown: Shown) -> list[int]:
-    """The node of each slot in the current generation; empty if that is not known, or ranks do not fit it."""
+def _nodes(shown: ViewState) -> list[int]:
+    """The node of each slot in the current generation; empty if unknown, or if it does not match the number of ranks."""
     assert shown.account is not None
     for event in reversed(shown.view.events):
         slots = (event.data or {}).get("slots")
@@ -306,4 +306,4 @@ def _keys(which: ViewName) -> Text:
     line = Text(no_wrap=True, overflow="ellipsis")
     for key, name in KEYS.items():
         line.append(f" {key} {name} ", "reverse" if name == which else "dim")
-    return line.append(" q leave ", "dim")
+    return line.append(" q quit ", "dim")

@@ -1,4 +1,4 @@
-"""Format figures of a run for people."""
+"""Formats figures of a run."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def area(values: Sequence[float], width: int, height: int) -> list[str]:
     finite = [m for m in means if math.isfinite(m)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     scale = (8 * height - 1) / (high - low) if high > low else 0.0
-    # In eighths of a line; the least is one, so that it is seen.
+    # In eighths of a line, at least one, so that it is visible.
     filled = [None if math.isnan(m) else 1 + round((m - low) * scale) for m in means]
     return [
         "".join("!" if f is None else bars[max(0, min(8, f - 8 * line))] for f in filled)

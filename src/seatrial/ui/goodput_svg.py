@@ -1,4 +1,4 @@
-"""Where wall-clock time went, as a bar of groups of causes."""
+"""Wall-clock time by group of causes, as an SVG bar."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("checkpoints, validation", "extra", ("checkpoint", "validation")),
     ("failures", "run", ("detection", "recovery", "redone", "waiting")),
     ("starting", "kernels", ("start", "warm_up")),
-    ("planned changes, ending", "communication", ("reshape", "ending")),
+    ("planned changes, shutdown", "communication", ("reshape", "ending")),
     ("queue", "recomputation", ("queue",)),
     ("stopped", "peak", ("stopped",)),
     ("unknown", "rest", ("unknown",)),
@@ -25,7 +25,7 @@ _GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 
 
 def goodput_svg(seconds: Mapping[str, float], *, title: str) -> Element:
-    """The bar for a page that has the pictures' style. `seconds`: of each cause."""
+    """The bar, for a page that includes `svg.style`. `seconds`: by cause."""
     sums = [
         (words, kind, sum(seconds.get(cause, 0.0) for cause in causes)) for words, kind, causes in _GROUPS
     ]

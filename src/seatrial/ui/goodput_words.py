@@ -1,4 +1,4 @@
-"""Where a run's wall-clock time went, in words."""
+"""Goodput of a run as text."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _SHOWN = 5  # causes
 
 
 def goodput_of(view: RunView, now: float, *, sample: bool = False) -> Goodput:
-    """The goodput of the whole run; `sample`: with the excess of stragglers, for which ranks' stages are read."""
-    # numpy takes longer to import than everything else of a view.
+    """The goodput of the whole run; `sample`: with stragglers' excess time, which needs the ranks' records."""
+    # numpy takes longer to import than the rest of a view.
     from seatrial.record.goodput import goodput
     from seatrial.record.straggling import straggling
 
@@ -26,7 +26,7 @@ def goodput_of(view: RunView, now: float, *, sample: bool = False) -> Goodput:
 
 
 def goodput_pairs(view: RunView, now: float) -> list[Pair]:
-    """ETTR, and the largest losses; nothing before the first step."""
+    """ETTR and the largest losses; empty before the first step."""
     if view.last is None:
         return []
     found = goodput_of(view, now)
@@ -37,14 +37,14 @@ def goodput_pairs(view: RunView, now: float) -> list[Pair]:
 
 
 def percent(share: float | None) -> str:
-    """With a decimal."""
+    """A percentage with one decimal, or "unknown"."""
     return "unknown" if share is None else f"{100 * share:.1f} %"
 
 
 def mtbf_words(found: Mtbf) -> str:
-    """Mean and interval, or the bound that is known."""
+    """Mean with interval, or the known lower bound."""
     if found.low_s is None:
-        return "unknown: nothing ran yet"
+        return "unknown: nothing has run yet"
     if found.mean_s is None or found.high_s is None:
         return f"no failure in {units.duration(found.exposure_s)}: more than {units.duration(found.low_s)} (95 %)"
     return (
@@ -54,9 +54,9 @@ def mtbf_words(found: Mtbf) -> str:
 
 
 def straggling_words(found: Straggling) -> str:
-    """The share of step time, and what it was measured on."""
+    """The stragglers' share of step time, and the sample it was measured on."""
     error = "" if found.error is None else f" (standard error {100 * found.error:.2f})"
     return (
         f"{100 * found.share:.2f} % of step time{error}, measured on {found.steps:,} of {found.of_steps:,} steps; "
-        f"rank {found.rank} had most own work in {found.rank_steps:,} of them"
+        f"rank {found.rank} was the slowest in {found.rank_steps:,} of them"
     )

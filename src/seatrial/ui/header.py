@@ -43,7 +43,7 @@ def header_pairs(
         ),
         (
             "batch",
-            f"{_many(train.global_batch, 'sequence')} x {train.sequence_length:,} = {tokens_a_step:,} tokens a step, "
+            f"{_many(train.global_batch, 'sequence')} x {train.sequence_length:,} = {tokens_a_step:,} tokens per step, "
             f"{_many(job.microbatches, 'microbatch', 'microbatches')} of {train.microbatch}",
         ),
         ("steps", f"{train.steps:,} steps, {units.count(train.steps * tokens_a_step)} tokens"),
@@ -80,7 +80,7 @@ def _validation(job: Job) -> list[tuple[str, str]]:
 def _checkpoints(job: Job) -> str:
     section = job.checkpoint
     every = section.every_steps
-    text = "at the interval that loses the least time" if every == "auto" else f"every {every} steps"
+    text = "at the interval that minimises lost time" if every == "auto" else f"every {every} steps"
     text += f" and at the end, keeping the newest {section.keep}"
     if section.keep_every_steps:
         text += f", and every {section.keep_every_steps} steps"

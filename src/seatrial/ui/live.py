@@ -26,7 +26,7 @@ class LivePane:
     """A progress bar, the last step's figures and the run's state, redrawn in place; removed on close."""
 
     def __init__(self, console: Console) -> None:
-        # Drawn by `update` alone, without a thread of rich. stdout is data and may be another file: not redirected.
+        # Drawn by `update` only, without rich's refresh thread. stdout carries data and is not redirected.
         self._live = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False)
         self._live.start()
 

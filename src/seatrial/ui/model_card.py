@@ -1,4 +1,4 @@
-"""The origin of an exported Hugging Face folder: README.md for people, seatrial.json for programs."""
+"""Provenance files of an exported Hugging Face folder: README.md and seatrial.json."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NEWEST = {
 
 
 def notes(provenance: dict[str, Any], model: str) -> dict[str, str]:
-    """File name -> content. `model`: family, size and the like, for people."""
+    """File name -> content. `model`: description of the model (family, size)."""
     document = {"schema_version": SCHEMA_VERSION, **provenance}
     return {
         PROVENANCE: json_text(document),

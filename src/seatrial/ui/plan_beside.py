@@ -55,7 +55,7 @@ def lines(compared: Sequence[Beside], width: int) -> list[Line]:
 
 def _how(one: Beside) -> str:
     traced = "the whole step traced" if one.exact else "extrapolated exactly from four small traces"
-    return f"{many(len(one.ranks), 'rank')}, {traced}, {seconds(one.seconds)} of tracing, {gib(one.process_bytes)} a process"
+    return f"{many(len(one.ranks), 'rank')}, {traced}, {seconds(one.seconds)} of tracing, {gib(one.process_bytes)} per process"
 
 
 def _figure(p: Pair, value: float) -> str:

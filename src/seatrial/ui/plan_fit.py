@@ -22,10 +22,10 @@ def lines(job: Job, memory: Account, fits: Sequence[Fit], *, width: int) -> list
 
 
 def _account(job: Job, memory: Account, width: int) -> Iterator[Line]:
-    yield f"what {job.name} needs", HEAD
+    yield f"memory needs of {job.name}", HEAD
     yield from pair("", memory.headline, width)
     weights = ", ".join(f"{data(n)} in {name}" for name, n in memory.weights)
-    yield from pair("weights", f"{weights}: one copy, to compute with and nothing else", width)
+    yield from pair("weights", f"{weights}: one copy, for inference only", width)
     yield "", ""
     rows = [
         [
@@ -41,14 +41,14 @@ def _account(job: Job, memory: Account, width: int) -> Iterator[Line]:
     ]
     total = "" if memory.gpu_bytes is None else gib(memory.gpu_bytes)
     whole = "" if memory.cluster_bytes is None else data(memory.cluster_bytes)
-    rows.append(["in all", "", data(memory.states), total, whole, "one copy: states alone"])
-    head = ["to train it", "bytes each", "one copy", "a GPU", "all GPUs", ""]
+    rows.append(["total", "", data(memory.states), total, whole, "one copy: states only"])
+    head = ["to train it", "bytes per parameter", "one copy", "per GPU", "all GPUs", ""]
     if memory.gpus is None:
         rows = [[*row[:3], row[5]] for row in rows]
         head = [*head[:3], ""]
     yield from table(head, rows, width)
     if memory.gpus is not None:
-        yield from note(f"a GPU, all GPUs: {brief_layout(job)}; the most loaded GPU, at its peak", width)
+        yield from note(f"per GPU, all GPUs: {brief_layout(job)}; the most loaded GPU, at its peak", width)
 
 
 def brief_layout(job: Job) -> str:
@@ -70,7 +70,7 @@ def _clusters(job: Job, fits: Sequence[Fit], width: int) -> Iterator[Line]:
     for f in fits:
         if f.recipe is None:
             # If every layout is illegal, there is no finite need to show.
-            needs = f"; the smallest needs {gib(f.needs)} a GPU" if math.isfinite(f.needs) else ""
+            needs = f"; the smallest needs {gib(f.needs)} per GPU" if math.isfinite(f.needs) else ""
             yield from pair(f.gpu.name, f"{f.why_unknown}{needs}", width, "dim")
     if any(f.recipe is not None and not f.verdict.sure for f in fits):
         known = shipped_errors()
@@ -111,7 +111,7 @@ def _plain(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> li
 
 
 def document(job: Job, memory: Account, fits: Sequence[Fit]) -> dict[str, Any]:
-    """The same content as one JSON document."""
+    """The same content as JSON."""
     whole = {
         "schema_version": SCHEMA_VERSION,
         "name": job.name,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from xml.etree.ElementTree import Element
 
 from seatrial.base import units
 from seatrial.base.page import render
 from seatrial.job.job import Job
 from seatrial.plan.cost.predict import Prediction
-from seatrial.plan.report.advice import Suggestion, excess, short
+from seatrial.plan.report.advice import Suggestion, short
 from seatrial.plan.report.answer import Answer
 from seatrial.plan.report.waterfall import waterfall_of
 from seatrial.plan.search.fit import Account, Fit, account
@@ -16,22 +18,24 @@ from seatrial.plan.search.scaling import Point, Scaling
 from seatrial.plan.search.search import Choice
 from seatrial.ui import figures
 from seatrial.ui.account_svg import account_svg
+from seatrial.ui.plan_own import spanned
 from seatrial.ui.plan_words import (
     INTERVAL,
-    TIGHT_NOTE,
+    TIGHT,
     batches,
     data,
     marked,
     mfu_span,
-    part,
     percent,
+    rate_span,
     seconds,
     settings,
     span,
+    why,
 )
 from seatrial.ui.scaling_svg import scaling_svg
+from seatrial.ui.svg import NARROW, WIDTH, svg_text
 from seatrial.ui.svg import style as picture_style
-from seatrial.ui.svg import written
 from seatrial.ui.waterfall_svg import waterfall_svg
 
 _ROWS = 12  # maximum number of layouts
@@ -47,9 +51,9 @@ def page(
     tone: str = "",
     wishes: Sequence[str] = (),
 ) -> str:
-    """The whole document.
+    """The HTML page.
 
-    `verdict`: the plan's verdict, `tone` its colour: "good", "warn" or "bad". `wishes`: the targets and whether
+    `verdict`: the plan's verdict, `tone` its colour: "good", "warn" or "bad". `wishes`: the targets, and whether
     they are within reach. `fits`: the smallest clusters, if they were requested.
     """
     job, own = answer.job, answer.own
@@ -60,7 +64,7 @@ def page(
         picture_style=picture_style(),
         name=job.name,
         tone=tone,
-        where=f"{_where(answer)} · {job.layout}; {batches(own.recipe)}",
+        where=f"{_cluster_text(answer)} · {job.layout}; {batches(own.recipe)}",
         verdict=verdict,
         wishes=wishes,
         big=list(_big(answer)),
@@ -87,7 +91,7 @@ def fit_page(job: Job, held: Account, room: float | None, fits: Sequence[Fit]) -
     )
 
 
-def _where(answer: Answer) -> str:
+def _cluster_text(answer: Answer) -> str:
     place = answer.place
     gpu = "GPU unknown" if place.gpu is None else place.gpu.name
     where = f"{place.nodes} node{'s' * (place.nodes != 1)} x {place.gpus_per_node} {gpu}"
@@ -95,25 +99,29 @@ def _where(answer: Answer) -> str:
 
 
 def _big(answer: Answer) -> Iterator[tuple[str, str]]:
+    """Figures, each with its unit and its interval; a value that ends with the mark of a tight layout gets a badge."""
     own, p = answer.own, answer.own.prediction
     if p is None:
         yield "unknown", f"speed: {own.why_unknown}"
     else:
-        yield seconds(p.step_s), f"a step; {INTERVAL} {span(p.low_s, p.high_s)}"
-        yield figures.rate(p.tokens_per_s_per_gpu), "tokens/s/GPU"
+        rate, _, interval = rate_span(p).partition(" ")
+        yield rate, interval.replace("(", f"; {INTERVAL} ").replace(" ;", ";").removesuffix(")")
+        yield seconds(p.step_s), f"per step; {span(p.low_s, p.high_s)}"
         if p.mfu is not None:
             yield percent(p.mfu, 1), f"MFU; {mfu_span(p).partition('(')[2].removesuffix(')')}"
     needs = own.memory.reserved if own.room is not None else own.memory.allocated
-    of = "a rank" if own.room is None else f"a GPU, of {figures.memory(own.room)}"
+    of = "per rank" if own.room is None else f"per GPU, of {figures.memory(own.room)}"
+    tight = ""
     if own.verdict is not None and own.verdict.why:
-        of += f"; {own.verdict.word}, {own.verdict.why}"
-    yield figures.memory(needs), of
+        of, tight = f"{of}; {own.verdict.why}", f" {TIGHT}"
+    yield figures.memory(needs) + tight, of
     if answer.ending is not None:
         f = answer.ending.finish
         yield units.duration(f.wall_s), f"to the end; {units.duration(f.low_s)} to {units.duration(f.high_s)}"
-        cost = answer.ending.cost
-        hours = f"{f.gpu_hours:,.0f}"
-        yield (hours, "GPU hours") if cost is None else (f"{cost:,.0f}", f"for {hours} GPU hours")
+        hours = spanned(f.gpu_hours, f, " GPU hours")
+        cost = "" if answer.ending.cost is None else spanned(answer.ending.cost, f)
+        value, _, interval = (cost or hours).partition(" ")
+        yield value, f"cost {interval}; {hours}" if cost else interval
 
 
 def _layouts(answer: Answer) -> dict[str, object] | None:
@@ -125,8 +133,6 @@ def _layouts(answer: Answer) -> dict[str, object] | None:
         return {"legal": legal, "rows": [], "least": figures.memory(found.least_bytes)}
     shown, best = found.choices[:_ROWS], found.choices[0].prediction
     own = [] if found.own is None else [found.own]
-    if any(c.prediction.verdict.word == "tight" for c in (*shown, *own)):
-        legal += f". {TIGHT_NOTE}"
     return {
         "legal": legal,
         "rows": [_choice(c, best) for c in shown] + [_choice(c, best, own=True) for c in own],
@@ -135,14 +141,8 @@ def _layouts(answer: Answer) -> dict[str, object] | None:
 
 def _choice(choice: Choice, best: Prediction, *, own: bool = False) -> Row:
     p = choice.prediction
-    name = marked(choice.recipe, p) + (" (the job's own)" if own else "")
+    name = ("the job's own: " if own else "") + marked(choice.recipe, p)
     slower = p.step_s / best.step_s - 1
-    # For the best layout its largest part; for the others the part that exceeds the best one's most.
-    most = max(p.waterfall[1:], key=lambda share: share.share)
-    why = f"{part(most.name)} {percent(most.share)}" if p.fits else "does not fit"
-    more = excess(p, best) if p.fits and slower >= 5e-4 else None
-    if more is not None:
-        why = f"{part(more.name)} +{seconds(more.seconds)}"
     return "own" if own else None, [
         name,
         settings(choice.recipe),
@@ -151,7 +151,7 @@ def _choice(choice: Choice, best: Prediction, *, own: bool = False) -> Row:
         figures.mfu(p.mfu),
         figures.memory(p.memory.reserved),
         "" if slower < 5e-4 else percent(slower),
-        why,
+        why(p, best),
     ]
 
 
@@ -160,14 +160,14 @@ def _waterfall(answer: Answer) -> str:
         return ""
     shown = waterfall_of(answer.waterfall)
     title = f"Where the FLOPs go, of {'a step' if answer.ending is None else 'the whole run'}"
-    return written(waterfall_svg(shown, title=title, subtitle="share of the GPUs' dense peak", alone=False))
+    return _svg_text(partial(waterfall_svg, shown, title=title, subtitle="share of the GPUs' dense peak"))
 
 
 def _change(way: Suggestion) -> Row:
     p = way.prediction
     return None, [
         way.what,
-        f"{marked(way.recipe, p)}, {settings(way.recipe)}",
+        f"{short(way.recipe)}, {settings(way.recipe)}" + f" {TIGHT}" * (p.verdict.word == "tight"),
         figures.rate(p.tokens_per_s_per_gpu),
         figures.mfu(p.mfu),
         f"{way.gain * 100:+.0f} %",
@@ -176,7 +176,7 @@ def _change(way: Suggestion) -> Row:
 
 
 def _memory(held: Account, room: float | None, before: str) -> dict[str, object]:
-    """`before`: what stands above the picture, which an account without a layout has not."""
+    """`before`: text above the picture, which an account without a layout does not have."""
     rows: list[Row] = []
     for li in held.lines:
         each = "" if li.per_parameter is None else f"{li.per_parameter:g}"
@@ -186,26 +186,32 @@ def _memory(held: Account, room: float | None, before: str) -> dict[str, object]
         rows.append((None, [li.name, each, once, gpu, whole, li.note]))
     picture = ""
     if held.gpu_bytes is not None:
-        picture = written(account_svg(held, room, title="On the most loaded GPU", alone=False))
+        picture = _svg_text(partial(account_svg, held, room, title="On the most loaded GPU"))
         if held.cluster_bytes is not None:
             sums = [figures.memory(held.gpu_bytes), data(held.cluster_bytes)]
-            rows.append(("own", ["in all", "", "", *sums, ""]))
+            rows.append(("own", ["total", "", "", *sums, ""]))
     weights = ", ".join(f"{name} {data(n)}" for name, n in held.weights)
     return {"headline": held.headline, "before": before, "picture": picture, "weights": weights, "rows": rows}
 
 
 def _scaling_picture(scalings: Sequence[Scaling]) -> str:
-    title = "Tokens/s/GPU over the smallest cluster's"
-    return written(scaling_svg(scalings, title=title, alone=False)) if scalings else ""
+    title = "Tokens/s/GPU relative to the smallest cluster"
+    return _svg_text(partial(scaling_svg, scalings, title=title)) if scalings else ""
+
+
+def _svg_text(picture: Callable[..., Element]) -> str:
+    """A picture in two widths, of which a page shows one."""
+    return "".join(svg_text(picture(alone=False, width=width)) for width in (WIDTH, NARROW))
 
 
 def _scaling(shown: Scaling) -> dict[str, object]:
-    words = {True: ("good", "met"), False: ("bad", "missed"), None: ("", "cannot be determined")}
-    at = shown.shows_at
+    at, worst = shown.shows_at, shown.worst
     return {
         "name": shown.name.capitalize(),
         "grows": shown.grows,
-        "targets": [(*words[v.met], f"{v.target}; {v.predicted}") for v in shown.verdicts],
+        "worst": ""
+        if worst is None
+        else f"{percent(worst.doubling)}, from {worst.gpus // 2:,} to {worst.gpus:,} GPUs",
         "shows_at": "" if at is None else f"{at.gpus:,} GPUs{f': {at.costs}' if at.costs else ''}",
         "rows": [_point(p, best=shown.best) for p in shown.points],
         "assumes": shown.assumes,
@@ -236,16 +242,22 @@ def _network(answer: Answer) -> Iterator[Row]:
     c = answer.carried
     if not answer.place.shape.crosses:
         return
-    yield None, [f"leaves the {answer.place.enclosure} in a step, for each GPU", data(c.a_gpu)]
+    yield None, [f"sent out of the {answer.place.enclosure} per step and GPU", data(c.a_gpu)]
     if c.a_card is not None:
-        yield None, ["the same over each network card", data(c.a_card)]
+        yield None, ["the same per network card", data(c.a_card)]
     if c.mean is not None:
-        yield None, ["needed on average", f"{data(c.mean)}/s a node, {data(c.mean * c.nodes)}/s in all"]
+        yield None, ["needed on average", f"{data(c.mean)}/s per node, {data(c.mean * c.nodes)}/s in total"]
     if c.enough is not None:
-        yield None, ["a step is 5 % longer than with an unlimited network at", f"{data(c.enough)}/s a node"]
+        yield (
+            None,
+            [
+                "rate at which a step is 5 % longer than with an unlimited network",
+                f"{data(c.enough)}/s per node",
+            ],
+        )
     there = "unknown"
     if c.capacity is not None:
-        there = f"{data(c.capacity)}/s a node, {data(c.capacity * c.nodes)}/s in all"
+        there = f"{data(c.capacity)}/s per node, {data(c.capacity * c.nodes)}/s in total"
     yield None, ["capacity, one direction", there]
 
 

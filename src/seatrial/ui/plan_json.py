@@ -22,7 +22,7 @@ SCHEMA_VERSION = 1
 
 
 def document(answer: Answer) -> dict[str, Any]:
-    """Plain values only; numbers are finite or null."""
+    """The plan as JSON values; numbers are finite or null."""
     job, arch, train = answer.job, answer.job.architecture, answer.job.train
     tokens = train.global_batch * train.sequence_length
     whole = {
@@ -39,8 +39,8 @@ def document(answer: Answer) -> dict[str, Any]:
         "work": {"steps": train.steps, "tokens_per_step": tokens, "tokens": train.steps * tokens},
         "cluster": _place(answer.place),
         "stack": answer.stack,
-        "own": _own(answer.own),
-        "search": None if answer.found is None else _found(answer.found),
+        "own": _job_estimate(answer.own),
+        "search": None if answer.found is None else _search_result(answer.found),
         "network": {
             "bytes_per_gpu_per_step": answer.carried.a_gpu,
             "bytes_per_nic_per_step": answer.carried.a_card,
@@ -130,7 +130,7 @@ def _traffic(t: Traffic) -> dict[str, Any]:
     return asdict(t) | {"sent": t.sent}
 
 
-def _own(own: JobEstimate) -> dict[str, Any]:
+def _job_estimate(own: JobEstimate) -> dict[str, Any]:
     return {
         "recipe": recipe(own.recipe),
         "fits": own.fits,
@@ -148,7 +148,7 @@ def _choice(c: Choice) -> dict[str, Any]:
     return {"recipe": recipe(c.recipe), "limit": c.limit, "prediction": prediction(c.prediction)}
 
 
-def _found(found: Found) -> dict[str, Any]:
+def _search_result(found: Found) -> dict[str, Any]:
     return {
         "legal": found.tried,
         "too_large": found.too_large,
@@ -201,11 +201,10 @@ def _scaling(s: Scaling) -> dict[str, Any]:
         "grows": s.grows,
         "assumes": list(s.assumes),
         "communication_shows_at_gpus": None if s.shows_at is None else s.shows_at.gpus,
-        "targets": [asdict(v) for v in s.verdicts],
     }
 
 
-def _way(way: Suggestion | None) -> dict[str, Any] | None:
+def _suggestion(way: Suggestion | None) -> dict[str, Any] | None:
     if way is None:
         return None
     p = way.prediction
@@ -223,7 +222,7 @@ def _way(way: Suggestion | None) -> dict[str, Any] | None:
 
 def _advice(a: Advice) -> dict[str, Any]:
     return {
-        "ways": [_way(w) for w in a.ways],
+        "ways": [_suggestion(w) for w in a.ways],
         "turns": [
             vars(t) | {"becomes": None if t.becomes is None else _settings(t.becomes)} for t in a.turns
         ],
@@ -236,6 +235,6 @@ def _target(t: Target) -> dict[str, Any]:
         "value": t.wanted.value,
         "of": t.wanted.of,
         "own": t.own,
-        "inside_with": _way(t.inside),
-        "met_with": _way(t.met),
+        "inside_with": _suggestion(t.inside),
+        "met_with": _suggestion(t.met),
     }

@@ -1,10 +1,12 @@
-"""A plan as styled lines: the job's own layout, better ones, the reasons, and the verdict last."""
+"""A plan as styled lines: the job's own layout, better ones, reasons, and the verdict."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from seatrial.base import units
+from seatrial.plan.cost.calibration import Z
 from seatrial.plan.cost.predict import Prediction
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.report.advice import (
@@ -14,14 +16,14 @@ from seatrial.plan.report.advice import (
     Suggestion,
     Target,
     difference,
-    excess,
     short,
 )
 from seatrial.plan.report.answer import Answer
+from seatrial.plan.report.measured_runs import ENOUGH_STEPS, ONE_RUN
 from seatrial.plan.report.waterfall import waterfall_of
 from seatrial.plan.search.search import Choice
 from seatrial.ui import figures
-from seatrial.ui.plan_own import own, scaling
+from seatrial.ui.plan_own import MUCH, own, scaling
 from seatrial.ui.plan_words import (
     HEAD,
     TIGHT,
@@ -35,18 +37,17 @@ from seatrial.ui.plan_words import (
     marked,
     note,
     pair,
-    part,
     percent,
     rate_span,
     seconds,
     settings,
     table,
+    why,
 )
 from seatrial.ui.waterfall import STYLES, waterfall_lines
 
 _LAYOUTS, _WAYS = 5, 6
 _WIDE = 110
-_KEPT = "\N{NO-BREAK SPACE}"
 # Parts of the run with a smaller share are shown only in the full plan.
 _SMALL = 0.005
 
@@ -58,9 +59,9 @@ def lines(answer: Answer, *, width: int, full: bool = False) -> list[Line]:
         own(answer, width, full=full),
         _layouts(answer, width, full=full),
         _faster(answer, width, full=full),
-        _turns(answer, width),
+        _crossovers(answer, width),
         scaling(answer, width) if full else iter(()),
-        _where(answer, width, full=full),
+        _waterfall(answer, width, full=full),
         _sources(answer, width, full=full),
         _verdict(answer, width),
     )
@@ -80,7 +81,7 @@ def _header(answer: Answer, width: int) -> Iterator[Line]:
     yield from pair(
         "model",
         f"{arch.family}, {units.count(arch.parameters())} parameters, {many(arch.num_hidden_layers, 'layer')}; "
-        f"{flop(arch.flops_per_token(train.sequence_length))} a token",
+        f"{flop(arch.flops_per_token(train.sequence_length))} per token",
         width,
     )
     yield from pair(
@@ -96,7 +97,7 @@ def _header(answer: Answer, width: int) -> Iterator[Line]:
     if place.shape.crosses and place.network is not None:
         text += f"; {place.network.name}" + (" (assumed)" if place.network_is_assumed else "")
     elif place.shape.crosses:
-        text += "; network unknown"
+        text += f"; network unknown: {place.why_no_network}"
     yield from pair("cluster", text, width)
 
 
@@ -108,7 +109,7 @@ def _layouts(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
     if not found.choices:
         if found.tried:
             yield from pair(
-                "none fits", f"the smallest needs {gib(found.least_bytes)} a GPU", width, "bold red"
+                "none fits", f"the smallest needs {gib(found.least_bytes)} per GPU", width, "bold red"
             )
         return
     wide = width >= _WIDE
@@ -128,7 +129,7 @@ def _layouts(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
     if any(c.recipe.async_tensor for c in shown):
         entries.insert(0, "async: async_tensor = true")
     if any(c.recipe.layout.stages_per_rank > 1 for c in shown):
-        entries.insert(0, "PP2x4: 4 stages a rank")
+        entries.insert(0, "PP2x4: 4 stages per rank")
     listed = [*shown, *([found.own] if found.own is not None else [])]
     if any(c.prediction.verdict.word == "tight" for c in listed):
         entries.insert(0, TIGHT_NOTE)
@@ -143,16 +144,6 @@ def _layouts(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
 def _row(name: str, choice: Choice, best: Prediction, wide: bool) -> list[str]:
     p, r = choice.prediction, choice.recipe
     slower = p.step_s / best.step_s - 1
-    if not p.fits:
-        why = "does not fit"
-    elif abs(slower) < 5e-4:
-        most = max(p.waterfall[1:], key=lambda s: s.share)
-        why = f"{part(most.name)} {percent(most.share)}"
-    else:
-        more = excess(p, best)
-        # Keep number and unit together.
-        why = "" if more is None else f"{part(more.name)} +{seconds(more.seconds)}".replace(" ", _KEPT)
-        why = why.replace(f"{_KEPT}+", " +")
     row = [
         name,
         marked(r, p),
@@ -161,7 +152,7 @@ def _row(name: str, choice: Choice, best: Prediction, wide: bool) -> list[str]:
     row += [seconds(p.step_s)] if wide else []
     row += [figures.rate(p.tokens_per_s_per_gpu), figures.mfu(p.mfu)]
     row += [figure(p.memory.reserved / 1024**3)] if wide else []
-    return [*row, "" if not p.fits else "-" if abs(slower) < 5e-4 else percent(slower), why]
+    return [*row, "" if not p.fits else "-" if abs(slower) < 5e-4 else percent(slower), why(p, best)]
 
 
 def _faster(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
@@ -171,14 +162,14 @@ def _faster(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
     wishes = [t.wanted for t in answer.targets]
     shown = more.ways if full else more.ways[:_WAYS]
     fits = answer.own.fits is not False
-    yield "faster than the job's own layout" if fits else "changes with which it fits", HEAD
+    yield "faster than the job's own layout" if fits else "changes that make it fit", HEAD
     rows = [
         [
             *([f"{way.gain * 100:+.0f} %"] if fits else []),
             figures.rate(way.prediction.tokens_per_s_per_gpu),
             figures.mfu(way.prediction.mfu),
             *(w.by(way.prediction) for w in wishes),
-            _told(way.what, way.recipe) + _doubt(way) + ("" if way.built else " *"),
+            _suggestion_text(way.what, way.recipe) + _doubt(way) + ("" if way.built else " *"),
         ]
         for way in shown
     ]
@@ -196,29 +187,31 @@ def _doubt(way: Suggestion) -> str:
     return f" {TIGHT}" if way.prediction.verdict.word == "tight" else ""
 
 
-def _told(what: str, recipe: Recipe) -> str:
+def _suggestion_text(what: str, recipe: Recipe) -> str:
     return f"{what}: {brief(recipe)}" if what.startswith("the best") else what
 
 
-def _turns(answer: Answer, width: int) -> Iterator[Line]:
+def _crossovers(answer: Answer, width: int) -> Iterator[Line]:
     if answer.advice is None or not answer.advice.turns:
         return
-    yield "crossovers: when another layout becomes the best", HEAD
+    yield "crossovers: when another layout becomes best", HEAD
     for what in dict.fromkeys(t.what for t in answer.advice.turns):
         turns = [t for t in answer.advice.turns if t.what == what]
-        text = "; ".join([f"{figure(turns[0].now)} {turns[0].unit} here", *(_turn(t) for t in turns if t.at)])
+        text = "; ".join(
+            [f"{figure(turns[0].now)} {turns[0].unit} here", *(_crossover_text(t) for t in turns if t.at)]
+        )
         if not any(t.at for t in turns):
             text += f"; never, within a factor of {FURTHEST:g}"
         yield from pair(what, text, width)
 
 
-def _turn(turn: Crossover) -> str:
+def _crossover_text(turn: Crossover) -> str:
     assert turn.at is not None
     way = "below" if turn.at < turn.now else "above"
     return f"{way} {figure(turn.at)} {'none fits' if turn.becomes is None else short(turn.becomes)}"
 
 
-def _where(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
+def _waterfall(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
     if answer.waterfall is None or answer.own.fits is False:
         return
     shown = waterfall_of(answer.waterfall)
@@ -246,6 +239,11 @@ def _sources(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
     text = f"{p.pace.kind} for {answer.stack} on {_gpu(answer)} {p.pace.source}"
     if p.pace.kind == "calibrated":
         text = f"calibrated: {answer.stack} on {_gpu(answer)}, {p.pace.source}"
+    if p.pace.spread > ONE_RUN:
+        now, then = (percent(math.expm1(Z * spread)) for spread in (p.pace.spread, ONE_RUN))
+        text += (
+            f"; ±{now}, and about ±{then} after a run of {ENOUGH_STEPS} steps of this model on one such node"
+        )
     assumed = sum("assum" in source for source in answer.provenance)
     yield from pair("speeds", f"{text}; {many(assumed, 'number')} assumed: --full", width)
 
@@ -262,58 +260,59 @@ def _verdict(answer: Answer, width: int) -> Iterator[Line]:
 
 
 def verdict(answer: Answer) -> Line:
-    """The verdict and its style: green, yellow or red."""
+    """The verdict in one sentence, and its style: green, yellow or red."""
     mine, best = answer.own, answer.best
     p = mine.prediction
     sure = answer.found.sure[0] if answer.found is not None and answer.found.sure else None
     if mine.fits is False:
         assert mine.room is not None
         over = mine.memory.reserved / mine.room - 1
-        text = (
-            f"does not fit: {gib(mine.memory.reserved)} a GPU of {gib(mine.room)}, {percent(over)} too much"
-        )
+        text = f"does not fit: {gib(mine.memory.reserved)} per GPU of {gib(mine.room)}, {percent(over)} too much; "
         if best is not None:
-            text += f". The fastest that fits: {brief(best.recipe)}"
-            if best.prediction.verdict.word == "tight":
-                text += f" (tight); the fastest that fits with margin: {'none' if sure is None else brief(sure.recipe)}"
+            text += f"the fastest that fits is {brief(best.recipe)}{_margin(best, sure)}"
         elif answer.found is not None:
-            text += ". No layout fits on this cluster: --fit lists clusters that do"
-        return text, "bold red"
-    fits, fine, doubt = "", "green", ""
-    if mine.verdict is not None:
-        fits = mine.verdict.word
-        if mine.verdict.why:
-            fine, doubt = "yellow", f". It {mine.verdict.why}"
-            if sure is not None:
-                doubt += f". The fastest that fits with margin: {brief(sure.recipe)}"
+            text += "no layout fits on this cluster (--fit lists clusters that do)"
+        return text.removesuffix("; "), "bold red"
+    word: str = "" if mine.verdict is None else mine.verdict.word
+    style = "yellow" if word == "tight" else "green"
+    if answer.ending is not None and (lost := 1 - answer.ending.finish.ettr) > MUCH:
+        word, style = f"{word}, with {percent(lost)} of the time lost to failures and checkpoints", "yellow"
     if p is None:
-        known = f"{fits}; " if fits else ""
-        return f"{known}memory and traffic are known, speed is not{doubt}", "yellow"
+        return "; ".join(filter(None, (word, "memory and traffic are known, speed is not"))), "yellow"
     if best is None:
-        return f"{fits}; {rate_span(p)}{doubt}", fine
+        return f"{word}; {rate_span(p)}", style
     slower = p.step_s / best.prediction.step_s - 1
+    mine_of = Choice(mine.recipe, p, mine.limit)
     if slower < 5e-4:
-        return f"{fits}, and no layout that the rules allow is faster{doubt}", fine
+        return (
+            f"{word}, and no layout that the rules allow is faster{_margin(mine_of, sure, tell=False)}",
+            style,
+        )
     if slower <= ALIKE:
-        text = f"{fits}, and is within {percent(slower, 1)} of the best, indistinguishable"
-        return text + doubt, fine
-    text = f"{fits}, but a step takes {percent(slower)} longer than with the best layout: "
-    text += difference(answer.own.recipe, best.recipe)
-    if best.prediction.verdict.word == "tight":
-        text += " (tight)"
-        # `doubt` already names it.
-        if sure is not None and not doubt:
-            more = p.step_s / sure.prediction.step_s - 1
-            text += (
-                "; no layout that fits with margin is faster"
-                if more < 5e-4
-                else f"; {percent(more)} longer than with {brief(sure.recipe)}, which fits with margin"
-            )
-    return f"{text}{doubt}", "yellow"
+        text = f"{word}, and is within {percent(slower, 1)} of the best, indistinguishable"
+        return text + _margin(mine_of, sure, tell=False), style
+    text = f"{word}, but a step takes {percent(slower)} longer than with the best layout: "
+    return text + difference(mine.recipe, best.recipe) + _margin(best, sure, p), "yellow"
+
+
+def _margin(choice: Choice, sure: Choice | None, own: Prediction | None = None, *, tell: bool = True) -> str:
+    """Of a tight choice: that it is, unless `tell` is false, and how its speed, or the job's own, compares with the fastest with margin."""
+    if choice.prediction.verdict.word != "tight":
+        return ""
+    text = " (tight)" if tell else ""
+    if sure is None:
+        return f"{text}; none fits with margin"
+    if own is None:
+        slower = sure.prediction.step_s / choice.prediction.step_s - 1
+        return f"{text}; with margin fits {brief(sure.recipe)}, {percent(slower)} slower"
+    more = own.step_s / sure.prediction.step_s - 1
+    if more < 5e-4:
+        return f"{text}; no layout that fits with margin is faster"
+    return f"{text}; {percent(more)} longer than with {brief(sure.recipe)}, which fits with margin"
 
 
 def target_words(target: Target) -> str:
-    """Whether a target is within reach, and with which change it would be."""
+    """Whether a target is reached, and which change would reach it."""
     w = target.wanted
     name = f"{w.value:,.0f} tokens/s/GPU" if w.of == "tokens/s/GPU" else f"MFU {percent(w.value)}"
     text = {
@@ -324,16 +323,16 @@ def target_words(target: Target) -> str:
     if target.own == "yes":
         return text
     if target.own == "no" and target.inside is not None:
-        text += f"; inside with {_way(target.inside)}"
+        text += f"; inside with {_suggestion_with_rate(target.inside)}"
     if target.met is not None:
-        text += f"; met with {_way(target.met)}"
+        text += f"; met with {_suggestion_with_rate(target.met)}"
     elif target.inside is None and target.own == "no":
         text += "; no examined change reaches it"
     return text
 
 
-def _way(way: Suggestion) -> str:
+def _suggestion_with_rate(way: Suggestion) -> str:
     p = way.prediction
     built = "" if way.built else " (not with this setup)"
     tight = ", tight" if _doubt(way) else ""
-    return f"{_told(way.what, way.recipe)}{tight}{built}: {figures.rate(p.tokens_per_s_per_gpu)}"
+    return f"{_suggestion_text(way.what, way.recipe)}{tight}{built}: {figures.rate(p.tokens_per_s_per_gpu)}"

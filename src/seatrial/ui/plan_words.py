@@ -12,13 +12,14 @@ from seatrial.job.schedules import schedule_named
 from seatrial.plan.cost.memory import FRAGMENTATION, Memory
 from seatrial.plan.cost.predict import Prediction
 from seatrial.plan.model.recipe import Recipe
-from seatrial.plan.report.advice import short
+from seatrial.plan.report.advice import excess, short
 from seatrial.ui import figures
 
 Line = tuple[str, str]  # text and style
 LABEL = 13
 LABELLED = "labelled"
 HEAD = "bold"
+_KEPT = "\N{NO-BREAK SPACE}"  # keeps number and unit together
 INTERVAL = "85 % interval"  # of a prediction (plan/cost/calibration.py: Z)
 
 
@@ -43,7 +44,7 @@ def pair(label: str, text: str, width: int, style: str = "") -> list[Line]:
 
 
 def spaced(text: str) -> str:
-    """Write shares uniformly, with a space: 4 %."""
+    """Percentages with a space: 4 %."""
     return re.sub(r"(\d)%", r"\1 %", text)
 
 
@@ -164,7 +165,7 @@ _HELD = {
     "activations": "activations",
     "logits": "logits",
     "messages": "stage messages",
-    "runtime": "CUDA and NCCL",
+    "runtime": "runtime and NCCL",
     "streams": "other streams' memory",
 }
 _GPU_ALONE = (_HELD["runtime"], _HELD["streams"])
@@ -173,7 +174,7 @@ _GPU_ALONE = (_HELD["runtime"], _HELD["streams"])
 def held(memory: Memory, *, gpu: bool, most: int | None = None) -> str:
     """The kinds of a rank's memory, largest first; `most` of them, and the rest summed as one.
 
-    On a `gpu` they add up to what it must have (`Memory.reserved`), elsewhere to what torch's allocator hands out.
+    On a `gpu` they add up to `Memory.reserved`, elsewhere to what torch's allocator hands out.
     """
     kinds = [(getattr(memory, f.name), _HELD.get(f.name, f.name)) for f in fields(memory)]
     if gpu:
@@ -209,6 +210,17 @@ _PARTS = {
 def part(name: str) -> str:
     """Short name of a part of the step."""
     return _PARTS.get(name, name)
+
+
+def why(p: Prediction, best: Prediction) -> str:
+    """What limits a layout: of the best one the largest part of its step, of others the part that exceeds the best's most."""
+    if not p.fits:
+        return "does not fit"
+    if abs(p.step_s / best.step_s - 1) < 5e-4:
+        most = max(p.waterfall[1:], key=lambda s: s.share)
+        return f"{part(most.name)} {percent(most.share)}"
+    more = excess(p, best)
+    return "" if more is None else f"{part(more.name)} +{seconds(more.seconds).replace(' ', _KEPT)}"
 
 
 def flop(n: float) -> str:

@@ -10,7 +10,7 @@ from seatrial.base.errors import InputError
 from seatrial.ui.svg import COLOURS, INK, LINE, PAGE, SOFT
 
 _DPI = 160
-_UNITS = 100  # of a picture in an inch
+_UNITS = 100  # picture units per inch
 _POINT = 72 / _UNITS
 _FONT = "DejaVu Sans"  # ships with matplotlib, so that the picture is the same everywhere
 # The classes of `svg.style`, on light.

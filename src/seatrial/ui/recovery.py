@@ -1,4 +1,4 @@
-"""Failures, recoveries and nodes of a run for people, from its events."""
+"""Failures, recoveries and nodes of a run as text, from its events."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def message_of(event: Event) -> str:
 
 
 class Line(NamedTuple):
-    """One line for a person, and its style on a terminal."""
+    """One line, with its style on a terminal."""
 
     text: str
     style: str
@@ -56,7 +56,7 @@ class Recoveries:
     def __init__(self, events: Iterable[Event] = ()) -> None:
         self.seconds: list[
             float
-        ] = []  # of each recovery: from the decision until every rank has its state again
+        ] = []  # durations of recoveries, from the decision until every rank has its state again
         self.redone = 0  # steps
         self.cause: str | None = None  # of the recovery in progress
         self.since: float | None = None  # unix seconds, when that began
@@ -66,7 +66,7 @@ class Recoveries:
             self.take(event)
 
     def take(self, event: Event) -> Line | None:
-        """The line to show for `event`; None if it is not part of a recovery, or not worth a line."""
+        """The line to show for `event`; None if there is nothing to show."""
         match event.kind:
             case "recovering":
                 return self._began(event)
@@ -84,7 +84,7 @@ class Recoveries:
         return None
 
     def underway(self, now: float) -> str | None:
-        """What is being recovered from, and for how long; None while the run trains."""
+        """The recovery in progress and its duration; None while the run trains."""
         if self.since is None:
             return None
         return f"recovering for {max(0.0, now - self.since):.0f} s: {self.cause}"

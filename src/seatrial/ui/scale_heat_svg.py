@@ -1,4 +1,4 @@
-"""A heat map as SVG: own work of each rank less that of its peers; colour and number say the same."""
+"""A heat map as SVG: own work of each rank minus that of its peers, as colour and number."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from seatrial.ui.svg import WIDTH, box, framed, text
 from seatrial.ui.waterfall import seconds
 
 _LEFT, _TOP, _ROW, _RIGHT = 100.0, 78.0, 18.0, 16.0
-_LEAST = 0.03  # share of a step that has the full colour at least: less is noise, and looks like it
-_PALEST, _DARKEST = 0.06, 0.5  # opacity: a cell can be seen, a number on it be read
+_LEAST = 0.03  # minimum share of a step for the full colour, so that noise stays pale
+_PALEST, _DARKEST = 0.06, 0.5  # opacity: cells visible, numbers readable
 
 
 def heat_svg(heat: Heat, step_s: float, *, title: str, name: str, alone: bool = True) -> Element:
-    """Orange is slower than the peers, blue faster, the more the stronger. `name` keeps the ids of several on a page apart."""
+    """Orange: slower than the peers; blue: faster. `name` makes ids unique if there are several on a page."""
     most = max(float(abs(heat.values).max()), _LEAST * step_s)
     wide = (WIDTH - _LEFT - _RIGHT) / len(heat.stages)
     legend = f"above (orange) or below (blue) the median of the peers; full colour: {seconds(most)}, {most / step_s:.0%} of a step"
@@ -41,7 +41,7 @@ def heat_svg(heat: Heat, step_s: float, *, title: str, name: str, alone: bool = 
                 parts.append(text(_LEFT + (i + 0.5) * wide, y + 13, signed, "st-num", "middle"))
     worst, most_at = divmod(int(abs(heat.values).argmax()), len(heat.stages))
     sentence = (
-        f"{heat.unit} {heat.rows[worst]} differs most from its peers, in {heat.stages[most_at]}, by "
+        f"{heat.unit} {heat.rows[worst]} deviates most from its peers, in {heat.stages[most_at]}, by "
         f"{seconds(abs(float(heat.values[worst, most_at])))} of a step of {seconds(step_s)}."
     )
     height = _TOP + len(heat.rows) * _ROW + 12

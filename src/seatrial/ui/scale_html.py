@@ -14,19 +14,19 @@ from seatrial.scale.results import Measured, Results
 from seatrial.scale.sizes import in_words
 from seatrial.ui.scale_heat_svg import heat_svg
 from seatrial.ui.scale_svg import scale_svg
-from seatrial.ui.svg import style, written
+from seatrial.ui.svg import style, svg_text
 from seatrial.ui.waterfall_svg import waterfall_svg
 
 LEGEND = (
-    "Intervals are 95 %, over runs. efficiency: tokens/s/GPU over the first size's; of half: over that at half the nodes. "
-    "predicted: tokens/s by seatrial plan. GPU s/Mtok: GPU seconds that a million tokens take."
+    "Intervals are 95 %, over runs. efficiency: tokens/s/GPU relative to the first size; of half: relative to half the nodes. "
+    "predicted: tokens/s by seatrial plan. GPU s/Mtok: GPU seconds per million tokens."
 )
 
 
 def page(results: Results) -> str:
-    """The whole document."""
+    """The HTML page."""
     job, terms = results.measurement.job, results.measurement.terms
-    where = f"{terms.mode} scaling, {terms.steps} steps a run, {time.strftime('%Y-%m-%d %H:%M')}; in the job {job.layout}"
+    where = f"{terms.mode} scaling, {terms.steps} steps per run, {time.strftime('%Y-%m-%d %H:%M')}; in the job {job.layout}"
     split_columns, splits = split_rows(results)
     part_columns, parts = waterfall_rows(results)
     return render(
@@ -35,7 +35,7 @@ def page(results: Results) -> str:
         name=job.name,
         tone="bad" if results.failed else "",
         where=where,
-        picture=written(scale_svg(results, title="Tokens/s/GPU over the first size's", alone=False)),
+        picture=svg_text(scale_svg(results, title="Tokens/s/GPU relative to the first size", alone=False)),
         columns=columns(results),
         rows=[row(size, results) for size in results.sizes],
         legend=LEGEND,
@@ -50,7 +50,7 @@ def page(results: Results) -> str:
 
 
 def _pictures(size: Measured) -> Iterator[str]:
-    """Of one size: the waterfall of its step, as measured and as predicted, and the heat map of its ranks."""
+    """The step waterfall of one size, measured and predicted, and the heat map of its ranks."""
     fall, nodes = size.waterfall, size.size.nodes
     if fall is None or size.steps is None:
         return
@@ -59,18 +59,18 @@ def _pictures(size: Measured) -> Iterator[str]:
         svg = waterfall_svg(
             waterfall_of(fall.shares(predicted=predicted), fall.whole),
             title=f"{in_words(nodes)}: where the {fall.whole} goes, {how}",
-            subtitle=f"share of {'the dense peak' if fall.mfu is not None else 'a step; no dense peak is known'}",
+            subtitle=f"share of {'the dense peak' if fall.mfu is not None else 'a step; dense peak unknown'}",
             name=f"{how}-{nodes}",
             alone=False,
         )
-        yield written(svg)
+        yield svg_text(svg)
     if (found := heat(size.steps.observed)) is not None:
-        title = f"{in_words(nodes)}: own work of each {found.unit} beside its peers'"
-        yield written(heat_svg(found, fall.step_s, title=title, name=f"heat-{nodes}", alone=False))
+        title = f"{in_words(nodes)}: own work of each {found.unit} against its peers"
+        yield svg_text(heat_svg(found, fall.step_s, title=title, name=f"heat-{nodes}", alone=False))
 
 
 def _changes(results: Results) -> Iterator[tuple[str, ...]]:
-    """Each changed key once, with the sizes that have that value."""
+    """Rows of changed keys, each with the sizes that have the value."""
     found: dict[tuple[str, str, str, str], list[int]] = {}
     for size in results.measurement.sizes:
         for c in size.changes:

@@ -1,4 +1,4 @@
-"""Measured efficiency over the number of GPUs as SVG, with intervals, beside the prediction and what the fit gives."""
+"""Measured efficiency over the number of GPUs as SVG, with intervals, prediction and fit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from seatrial.ui.svg import framed
 
 
 def scale_svg(results: Results, *, title: str, alone: bool = True) -> Element:
-    """Tokens/s/GPU over the first size's on a log axis of GPUs; the bars are 95 % intervals."""
+    """Tokens/s/GPU relative to the first size on a log axis of GPUs, with 95 % intervals."""
     curves = [curve for curve in _curves(results) if curve[3]]
     marks = [mark for *_, found in curves for mark in found]
     sizes = sorted({size.size.gpus for size in results.sizes} | {round(mark.gpus) for mark in marks})
@@ -59,6 +59,6 @@ def _curves(results: Results) -> Iterator[tuple[str, str, str, list[Mark]]]:
 def _sentence(results: Results) -> str:
     known = [size for size in results.sizes if size.efficiency is not None]
     if not known:
-        return "No size beside the first was measured."
+        return "Only the first size was measured."
     last = known[-1]
     return f"From {results.sizes[0].size.gpus} to {last.size.gpus} GPUs the efficiency is {share(last.efficiency)}."

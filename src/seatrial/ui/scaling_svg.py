@@ -11,8 +11,9 @@ from seatrial.plan.search.scaling import Point, Scaling
 from seatrial.ui.svg import WIDTH, box, framed, line, text
 
 HEIGHT = 380.0
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 150.0, 52.0, 62.0
-_CAP, _LABEL = 5.0, 17.0  # half the width of an interval's ends; least distance of two labels
+_TOP, _BOTTOM = 52.0, 62.0
+_SIDES, _NARROW_SIDES = (64.0, 150.0), (48.0, 104.0)  # left of the curves for shares, right of them for names
+_CAP, _LABEL = 5.0, 17.0  # half-width of an interval's caps; minimum distance of two labels
 _LOOKS: dict[str, tuple[str, str]] = {
     "weak scaling": ("st-kernels", ""),
     "strong scaling": ("st-communication", "6 4"),
@@ -20,39 +21,44 @@ _LOOKS: dict[str, tuple[str, str]] = {
 }
 
 
-def scaling_svg(scalings: Sequence[Scaling], *, title: str, alone: bool = True) -> Element:
+def scaling_svg(
+    scalings: Sequence[Scaling], *, title: str, alone: bool = True, width: float = WIDTH
+) -> Element:
     """Tokens/s/GPU relative to the first point, on a log axis of GPUs. An impossible size is marked with a cross."""
     sizes = sorted({p.gpus for s in scalings for p in s.points})
     if not sizes:
         raise ValueError("no points to draw")
     most = max([1.0, *(p.efficiency for s in scalings for p in s.known if p.efficiency is not None)])
     top = math.ceil(most * 10) / 10 if most > 1.02 else 1.0
-    frame = Frame(math.log2(sizes[0]), math.log2(sizes[-1]), top)
+    frame = Frame(math.log2(sizes[0]), math.log2(sizes[-1]), top, width)
     parts = [*axes(frame, sizes)]
     if any(p.efficiency is None for s in scalings for p in s.points):
         detail = "crosses: impossible or unknown"
-        parts.append(text(WIDTH - _RIGHT, HEIGHT - 18, detail, "st-soft", "end"))
+        parts.append(text(width - 16, HEIGHT - 18, detail, "st-soft", "end"))
     ends: list[float] = []
     for shown in scalings:
         parts += _line(frame, shown, ends)
+    sentence = _sentence(scalings)
     return framed(
-        parts, height=HEIGHT, title=title, sentence=_sentence(scalings), name="scaling", alone=alone
+        parts, height=HEIGHT, title=title, sentence=sentence, name="scaling", alone=alone, width=width
     )
 
 
 class Frame:
     """Maps figures to picture coordinates."""
 
-    def __init__(self, low: float, high: float, top: float) -> None:
+    def __init__(self, low: float, high: float, top: float, width: float = WIDTH) -> None:
         self.low, self.high, self.top = low, max(high, low + 1), top
+        self.left, right = _SIDES if width >= WIDTH else _NARROW_SIDES
+        self.right = width - right
 
     def x(self, gpus: float) -> float:
-        """The place of a size."""
+        """The x coordinate of a size."""
         share = (math.log2(gpus) - self.low) / (self.high - self.low)
-        return _LEFT + share * (WIDTH - _LEFT - _RIGHT)
+        return self.left + share * (self.right - self.left)
 
     def y(self, efficiency: float) -> float:
-        """The place of an efficiency, 1 for 100 %."""
+        """The y coordinate of an efficiency, 1 for 100 %."""
         return HEIGHT - _BOTTOM - efficiency / self.top * (HEIGHT - _TOP - _BOTTOM)
 
 
@@ -60,15 +66,15 @@ def axes(frame: Frame, sizes: Sequence[int]) -> Iterator[Element]:
     """Grid and numbers: efficiency in per cent, sizes in GPUs."""
     for i in range(0, round(frame.top * 10) + 1, 2):
         y = frame.y(i / 10)
-        yield line([(_LEFT, y), (WIDTH - _RIGHT, y)], "st-grid")
-        yield text(_LEFT - 8, y + 4, f"{i * 10} %", "st-soft st-num", "end")
+        yield line([(frame.left, y), (frame.right, y)], "st-grid")
+        yield text(frame.left - 8, y + 4, f"{i * 10} %", "st-soft st-num", "end")
     last = -math.inf
     for gpus in sizes:
         # Of sizes too close together for both numbers only the first is labelled.
         if frame.x(gpus) - last >= 34:
             yield text(frame.x(gpus), HEIGHT - _BOTTOM + 18, f"{gpus:,}", "st-soft st-num", "middle")
             last = frame.x(gpus)
-    yield text((_LEFT + WIDTH - _RIGHT) / 2, HEIGHT - 18, "GPUs", "st-soft", "middle")
+    yield text(frame.left, HEIGHT - 18, "GPUs", "st-soft")
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,7 @@ class Mark:
 def curve(
     frame: Frame, name: str, kind: str, dashes: str, marks: Sequence[Mark], ends: list[float]
 ) -> Iterator[Element]:
-    """The marks with their intervals, a line through them, and the name. `ends`: the heights of names so far."""
+    """Marks with intervals, a line through them, and the name. `ends`: heights of the labels so far."""
     places = [(frame.x(mark.gpus), frame.y(mark.value)) for mark in marks]
     if len(places) > 1:
         yield line(places, kind, dashes, 2.2)
@@ -102,7 +108,7 @@ def curve(
         while any(abs(y - other) < _LABEL for other in ends):
             y += _LABEL
         ends.append(y)
-        yield text(min(x + 12, WIDTH - _RIGHT + 12), y + 4, name)
+        yield text(min(x + 12, frame.right + 12), y + 4, name)
 
 
 def _line(frame: Frame, shown: Scaling, ends: list[float]) -> Iterator[Element]:

@@ -1,4 +1,4 @@
-"""Where the time of a run's last steps went, for the summary."""
+"""Breakdown of the last steps' time, for the summary."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from seatrial.plan.report.step_waterfall import StepWaterfall
     from seatrial.record.frontier import Account
 
-_STEPS = 512  # of the end of a run: as many as matter, and few enough to be read for each of many ranks
-_LEAST = 0.005  # share of a step that is worth its words
-_AHEAD = 0.05  # share of a step by which a rank must exceed the median to be named
+_STEPS = 512  # last steps that are read of each rank
+_LEAST = 0.005  # minimum share of a step that is shown
+_AHEAD = 0.05  # minimum excess over the median, in shares of a step, for a rank to be named
 
 
 def account_of(view: RunView) -> Account | None:
-    """The account of the run's last generation; None if there is none. A file that cannot be used is a problem of `view`."""
-    # numpy takes longer to import than everything else of a summary, and not every view needs it.
+    """The account of the run's last generation; None if there is none. Unusable files are added to the problems of `view`."""
+    # numpy takes longer to import than the rest of a summary, and not every view needs it.
     from seatrial.record.frontier import account
     from seatrial.record.stages import read_generation
 
@@ -31,7 +31,7 @@ def account_of(view: RunView) -> Account | None:
 
 
 def waterfall_of_run(view: RunView, account: Account | None) -> tuple[StepWaterfall | None, str]:
-    """(the split in the planner's categories beside its prediction, the reason if there is none); None without a split."""
+    """(step waterfall in the planner's categories with its prediction, or None; reason for a missing prediction)."""
     if account is None or view.last is None:
         return None, ""
     from seatrial.plan.report.step_waterfall import step_waterfall
@@ -47,7 +47,7 @@ def waterfall_of_run(view: RunView, account: Account | None) -> tuple[StepWaterf
 
 
 def pipeline_of(view: RunView, account: Account) -> int:
-    """The pipeline stages of the ranks of `account`. Raises InputError where plan.json does not say."""
+    """Number of pipeline stages. Raises InputError if plan.json does not have it."""
     from seatrial.record.run import read_plan
 
     try:
@@ -60,9 +60,9 @@ def pipeline_of(view: RunView, account: Account) -> int:
 
 
 def prediction_of(view: RunView, ranks: int | None) -> tuple[Prediction | None, str]:
-    """(what `seatrial plan` predicts for the run, without what this run measured; why it predicts nothing).
+    """(prediction for the run, not calibrated by its own measurements; reason if there is none).
 
-    `ranks`: that ran; None if that is not known.
+    `ranks`: number of ranks that ran; None if unknown.
     """
     try:
         return _prediction(view, ranks)
@@ -71,7 +71,7 @@ def prediction_of(view: RunView, ranks: int | None) -> tuple[Prediction | None, 
 
 
 def _prediction(view: RunView, ranks: int | None) -> tuple[Prediction | None, str]:
-    if view.device == "cpu":  # the planner takes a while to import
+    if view.device == "cpu":  # avoid importing the planner, which is slow
         return None, "ranks are CPU processes, for which speed is not predicted"
     from seatrial.job.loading import load_job
     from seatrial.plan.cost.calibration import shipped
@@ -82,48 +82,51 @@ def _prediction(view: RunView, ranks: int | None) -> tuple[Prediction | None, st
 
     job = load_job(view.folder.job_toml)
     if ranks not in (None, job.layout.world_size):
-        return None, f"{ranks} ranks ran of the {job.layout.world_size} in the job"
+        return None, f"{ranks} ranks ran, the job has {job.layout.world_size}"
     rates = measured_rates(view.folder.path, job, without=view.folder.path)
     place = rates.at(place_of(job))
     if place.cluster is None:
         return None, place.why_no_gpu
     found = Asker(job, place.cluster, "seatrial", rates.calibration(shipped())).ask(Recipe.of(job))
-    return found, "" if found is not None else place.why_no_network or "it should not fit into memory"
+    return (
+        found,
+        "" if found is not None else place.why_no_network or "by the prediction it does not fit into memory",
+    )
 
 
 def waterfall_pairs(waterfall: StepWaterfall | None, why: str) -> list[Pair]:
-    """The measured waterfall in percent of a step, each part with the ratio of its seconds to those predicted."""
+    """The measured waterfall in percent of a step, each part with its ratio to the prediction."""
     if waterfall is None:
         return [Pair("waterfall", f"unknown: {why}")] if why else []
     told = []
     for row in waterfall.shown:
         if row.seconds is not None and row.seconds >= _LEAST * waterfall.step_s:
-            ratio = "" if row.ratio is None else f" ({row.ratio:.2f} of plan)"
+            ratio = "" if row.ratio is None else f" ({row.ratio:.2f} x plan)"
             told.append(f"{row.name} {100 * row.seconds / waterfall.step_s:.0f} %{ratio}")
     planned = waterfall.total.ratio
-    told.append(f"no prediction: {why}" if planned is None else f"step {planned:.2f} of plan")
+    told.append(f"no prediction: {why}" if planned is None else f"step {planned:.2f} x plan")
     return [Pair("waterfall", "\n".join((", ".join(told), *waterfall.notes())))]
 
 
 def split_pairs(account: Account | None) -> list[Pair]:
-    """The split of a step in percent, and the rank that sets the pace if one stands out."""
+    """The step time by stage in percent, and the slowest rank if it stands out."""
     if account is None:
         return []
     split = account.split
     shares = {name: seconds / split.step_s for name, seconds in account.seconds.items()}
     largest = sorted(shares, key=lambda name: -shares[name])
     told = ", ".join(
-        f"{_words(name)} {100 * shares[name]:.0f} %" for name in largest if shares[name] >= _LEAST
+        f"{_stage_name(name)} {100 * shares[name]:.0f} %" for name in largest if shares[name] >= _LEAST
     )
     lines = [
         f"{units.duration(split.step_s)} (mean of steps {account.first_step}-{account.last_step}): {told}"
     ]
     if split.pace_ahead_s > _AHEAD * split.step_s:
         ahead = f"{100 * split.pace_ahead_s / split.step_s:.0f} % of a step above the median of the ranks"
-        lines.append(f"rank {split.pace_rank} sets the pace: its own work takes {ahead}")
-    lines += [f"{_words(name)} is not separated: {why}" for name, why in account.not_separated.items()]
+        lines.append(f"rank {split.pace_rank} is the slowest: its own work takes {ahead}")
+    lines += [f"{_stage_name(name)} is not separated: {why}" for name, why in account.not_separated.items()]
     return [Pair("step time", "\n".join(lines))]
 
 
-def _words(stage: str) -> str:
+def _stage_name(stage: str) -> str:
     return stage.replace("_", " ")

@@ -31,7 +31,7 @@ STATE_STYLES = {"finished": "bold green", "failed": "bold red", "running": "bold
 
 
 def print_summary(out: Out, view: RunView, next_commands: Sequence[str]) -> None:
-    """Print the end of a run: its results, where everything is, and what to do next."""
+    """Print the outcome of a run: results, files, and suggested commands."""
     total = view.job.steps
     steps = f"step {view.step:,}" + (f" of {total:,}" if total else "") if view.step else "no step completed"
     if view.skipped_steps:
@@ -90,7 +90,7 @@ def print_status(out: Out, view: RunView, now: float) -> None:
 
 
 def alert_pairs(view: RunView) -> list[Pair]:
-    """What needs a hand: the alerts that fire in a run that is running, each with the command to give next."""
+    """Firing alerts of a running run, each with the suggested command."""
     if view.state != "running":
         return []
     return [
@@ -139,12 +139,12 @@ def print_events(out: Out, view: RunView) -> None:
 
 
 def shown_events(view: RunView) -> list[Event]:
-    """The events that are for people."""
+    """The events to show."""
     return [e for e in view.events if e.kind not in _NOT_SHOWN]
 
 
 def ledger_pairs(view: RunView) -> list[Pair]:
-    """Whether every sample was seen exactly once so far, and which steps were skipped."""
+    """Whether every sample was seen exactly once, and which steps were skipped."""
     left_out = view.skipped_steps
     detail = f"{view.ledger_steps:,} step{'' if view.ledger_steps == 1 else 's'}"
     if view.ledger_gaps:
@@ -153,7 +153,7 @@ def ledger_pairs(view: RunView) -> list[Pair]:
     elif not view.ledger_steps:
         text = "empty"
     elif view.job.global_batch is None:
-        text = "unjudged: job.toml has no global batch"
+        text = "unknown: job.toml has no global batch"
     elif left_out:
         text = f"{detail}, {len(left_out):,} of them skipped; every sample of the others seen once"
     else:
@@ -260,7 +260,7 @@ def _progress_pairs(view: RunView) -> list[Pair]:
             "speed",
             f"{figures.rate(speed)} tokens/s (median), {figures.rate(each)} a {unit}, MFU {figures.mfu(last.mfu)}",
         ),
-        Pair("memory", f"{figures.memory(last.memory_bytes)} ({unit} that uses most)"),
+        Pair("memory", f"{figures.memory(last.memory_bytes)} (highest of any {unit})"),
     ]
 
 
@@ -303,7 +303,7 @@ def _median(view: RunView, column: str) -> float | None:
     values = view.history.column(column, view.first_generation) or view.history.column(column)
     if not values:
         return None
-    import numpy as np  # which takes longer to import than a view without steps
+    import numpy as np  # slow to import: only for views that need it
 
     return float(np.median(values))
 

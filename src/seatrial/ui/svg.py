@@ -1,6 +1,6 @@
-"""Shared by all pictures: colours for light and dark, the elements that they consist of, the frame with its text alternative.
+"""Shared by all pictures: colours for light and dark mode, elements, frame and text alternative.
 
-A picture is an `<svg>` element: `written` makes text of it, `png.png` draws it.
+A picture is an `<svg>` element: `svg_text` serialises it, `png.png` renders it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ COLOURS: dict[str, tuple[str, str]] = {
     "result": ("#00805c", "#2fbf94"),
     "extra": ("#8a7400", "#d6c24a"),
 }
-WIDTH = 960.0
-_TITLE = 84  # letters that fit into a title
+WIDTH, NARROW = 960.0, 360.0  # of a picture: the usual one, and one whose text can be read on a telephone
+_TITLE = 84  # characters that fit into a title
 INK, SOFT, LINE, PAGE = (
     ("#1b1f24", "#e8eaed"),
     ("#59636e", "#9aa4af"),
@@ -53,35 +53,43 @@ def _rules(mode: int) -> str:
 
 
 def framed(
-    parts: Iterable[Element], *, height: float, title: str, sentence: str, name: str, alone: bool
+    parts: Iterable[Element],
+    *,
+    height: float,
+    title: str,
+    sentence: str,
+    name: str,
+    alone: bool,
+    width: float = WIDTH,
 ) -> Element:
     """The whole `<svg>`. `name` keeps ids apart if several share a page; `alone`: a separate file, with background."""
+    kind = "st-pic"
+    if width < WIDTH:
+        name, kind = f"{name}-narrow", "st-pic st-narrow"
     ids = f"{name}-t {name}-d"
-    root = _element(
-        "svg", xmlns="http://www.w3.org/2000/svg", class_="st-pic", role="img", aria_labelledby=ids
-    )
-    root.set("viewBox", f"0 0 {WIDTH:g} {height:g}")
+    root = _element("svg", xmlns="http://www.w3.org/2000/svg", class_=kind, role="img", aria_labelledby=ids)
+    root.set("viewBox", f"0 0 {width:g} {height:g}")
     root.append(_element("title", title, id=f"{name}-t"))
     root.append(_element("desc", sentence, id=f"{name}-d"))
     if alone:
-        root.set("width", f"{WIDTH:g}")
+        root.set("width", f"{width:g}")
         root.set("height", f"{height:g}")
-        root.extend([_element("style", style()), box(0, 0, WIDTH, height, "st-page")])
+        root.extend([_element("style", style()), box(0, 0, width, height, "st-page")])
     else:
         root.set("style", "width:100%;height:auto")
-    root.append(text(16, 28, shortened(title, _TITLE), "st-title"))
+    root.append(text(16, 28, shortened(title, round(_TITLE * width / WIDTH)), "st-title"))
     root.extend(parts)
     return root
 
 
-def written(picture: Element) -> str:
-    """As text, an element a line."""
+def svg_text(picture: Element) -> str:
+    """As text, one element per line."""
     ElementTree.indent(picture, "")
     return ElementTree.tostring(picture, encoding="unicode") + "\n"
 
 
 def shortened(words: str, letters: int) -> str:
-    """`words` cut to `letters`: the beginning and the end are kept, as names differ at either."""
+    """`words` cut to `letters` characters in the middle, since names differ at either end."""
     if len(words) <= letters:
         return words
     end = letters // 3

@@ -1,4 +1,4 @@
-"""`seatrial watch` on a terminal: the whole screen shows the run until it ends or the user leaves."""
+"""`seatrial watch` full-screen on a terminal, until the run ends or the user quits."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from rich.live import Live
 from seatrial.base.errors import InputError
 from seatrial.record.folder import RunFolder
 from seatrial.record.view import RunReader
-from seatrial.ui.dashboard import KEYS, Shown, ViewName, draw
+from seatrial.ui.dashboard import KEYS, ViewName, ViewState, draw
 from seatrial.ui.goodput_words import goodput_pairs
 from seatrial.ui.recovery import Recoveries
 from seatrial.ui.step_split import account_of, pipeline_of, waterfall_of_run
 
 _DRAW_S = 1.0
-_SPLIT_S = 10.0  # between two readings of the ranks' records
+_SPLIT_S = 10.0  # between two reads of the ranks' records
 _LEAVE = ("q", "Q", "\x1b", "\x04")
 
 
 class Terminal:
-    """Takes the screen and single keys while it is open; on exit the terminal is as it was."""
+    """Takes over the screen and reads single keys; restores the terminal on exit."""
 
     def __init__(self, folder: RunFolder, console: Console) -> None:
         self._reader = RunReader(folder)
         self._which: ViewName = "overview"
         self._live = Live(console=console, auto_refresh=False, screen=True, redirect_stdout=False)
-        self._was: Any = None  # the attributes of stdin, where it is a terminal
+        self._was: Any = None  # saved attributes of stdin, if it is a terminal
         self._due = self._split_due = 0.0  # on the monotonic clock
-        self._shown: Shown | None = None
+        self._shown: ViewState | None = None
 
     def __enter__(self) -> Terminal:
         if sys.stdin.isatty():
@@ -50,7 +50,7 @@ class Terminal:
             termios.tcsetattr(sys.stdin, termios.TCSADRAIN, self._was)
 
     def show(self, for_s: float) -> bool:
-        """Keep the screen up to date for `for_s` seconds or until a key; false if the user wants to leave."""
+        """Keep the screen up to date for `for_s` seconds or until a key; false if the user quits."""
         now = time.monotonic()
         if now >= self._due:
             self._read()
@@ -72,7 +72,7 @@ class Terminal:
         if self._shown is None or now >= self._split_due or view.generation != self._shown.view.generation:
             account, pipeline = account_of(view), 1
             waterfall, why = waterfall_of_run(view, account)
-            with contextlib.suppress(InputError):  # `why` says it
+            with contextlib.suppress(InputError):  # `why` has the reason
                 pipeline = 1 if account is None else pipeline_of(view, account)
             goodput = goodput_pairs(view, time.time())
             self._split_due = time.monotonic() + max(_SPLIT_S, 20 * (time.monotonic() - now))
@@ -81,7 +81,7 @@ class Terminal:
             waterfall, why = self._shown.waterfall, self._shown.why_no_prediction
             goodput = list(self._shown.goodput)
         underway = Recoveries(view.own_events).underway(time.time()) if view.state == "running" else None
-        self._shown = Shown(view, time.time(), account, pipeline, waterfall, why, underway, goodput)
+        self._shown = ViewState(view, time.time(), account, pipeline, waterfall, why, underway, goodput)
         self._draw()
 
     def _draw(self) -> None:

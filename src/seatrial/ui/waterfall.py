@@ -1,4 +1,4 @@
-"""The waterfall on a terminal: a line per part, each bar beginning where the previous one ended."""
+"""The waterfall on a terminal: one line per part, each bar starting where the previous one ended."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""An archive of a run for support: its records and the ends of its logs, without secrets, data, weights.
+"""An archive of a run for support: its records and the ends of its logs, without secrets, data or weights.
 
-Only what is named here goes in. What is not, and why, is in the archive's MANIFEST.json.
+Only files on this list are included. MANIFEST.json in the archive lists what was left out, with reasons.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ _WANTED: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"reports/[\w.-]+\.json"), "json"),
     (re.compile(r"reports/[\w.-]+\.md"), "text"),
 )
-# Why the rest is left out; the first that matches.
+# Reasons for leaving out the rest; the first match applies.
 _LEFT_OUT = (
     (re.compile(r"control/secret|control/token-.*"), "a secret of the run"),
-    (re.compile(r"checkpoints/.*"), "checkpoints are not for support"),
-    (re.compile(r"launch/.*"), "commands of the site: may hold anything"),
-    (re.compile(r"ranks/.*"), "large, and not needed to see what happened"),
-    (re.compile(r"logs/.*/flight-.*"), "pickled by torch: must not be loaded from elsewhere"),
-    (re.compile(r".*"), "not on the list of what goes in"),
+    (re.compile(r"checkpoints/.*"), "checkpoints: weights"),
+    (re.compile(r"launch/.*"), "site-specific commands: may contain secrets"),
+    (re.compile(r"ranks/.*"), "large, not needed for support"),
+    (re.compile(r"logs/.*/flight-.*"), "pickled by torch: unsafe to load"),
+    (re.compile(r".*"), "not on the list of included files"),
 )
-# Variables whose values are shown; of all others only the name.
+# Variables included with their value; of others only the name.
 _VARIABLES = re.compile(
     r"(?:NCCL|TORCH|PYTORCH|CUDA|OMP|MKL|GLOO|UCX|FI|MASTER|SEATRIAL|TP|FSDP|HSA|ROCR|KINETO)_[A-Z0-9_]+|RANK|WORLD_SIZE|"
     r"LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|TOKENIZERS_PARALLELISM|PYTHONUNBUFFERED|PYTHONHASHSEED|LANG|LC_ALL|TZ|"
@@ -60,7 +60,7 @@ _VARIABLES = re.compile(
 
 @dataclass
 class Bundle:
-    """What is in an archive, and what was left out."""
+    """Contents of an archive, and what was left out."""
 
     path: Path
     files: list[dict[str, Any]] = field(default_factory=list)
@@ -82,7 +82,7 @@ class Bundle:
 
 
 def write_bundle(folder: RunFolder, out: Path, summary: str, environment: Mapping[str, str]) -> Bundle:
-    """Write the archive to `out`. `summary`: the run's summary as JSON; `environment`: in it, secrets may be known. Raises OSError."""
+    """Write the archive to `out`. `summary`: the run's summary as JSON; `environment`: searched for secrets. Raises OSError."""
     redactor = Redactor(_known_secrets(folder, environment))
     bundle, memory = Bundle(out), io.BytesIO()
     room = _ALL_BYTES
@@ -103,7 +103,7 @@ def write_bundle(folder: RunFolder, out: Path, summary: str, environment: Mappin
                 continue
             most = _RECORD_BYTES if name in _RECORDS or how == "json" else _LOG_BYTES
             if room <= 0:
-                _leave_out(bundle, name, size, f"the archive has {_ALL_BYTES >> 20} MiB already")
+                _leave_out(bundle, name, size, f"archive limit of {_ALL_BYTES >> 20} MiB reached")
                 continue
             if how in ("json", "environment") and size > most:
                 _leave_out(bundle, name, size, f"larger than {most >> 20} MiB")
@@ -128,11 +128,11 @@ def write_bundle(folder: RunFolder, out: Path, summary: str, environment: Mappin
 
 
 def _known_secrets(folder: RunFolder, environment: Mapping[str, str]) -> set[str]:
-    """Values that are secret by where they stand: they are removed wherever they occur."""
+    """Values of secret files, keys and variables, to be removed wherever they occur."""
     found = {value for name, value in environment.items() if is_secret_name(name)}
-    with contextlib.suppress(OSError, ValueError):  # a run that never began has none
+    with contextlib.suppress(OSError, ValueError):  # a run that never started has none
         found.add(read_text(folder.secret).strip())
-    with contextlib.suppress(OSError, ValueError):  # names and formats are still found
+    with contextlib.suppress(OSError, ValueError):  # names and formats are still recognised
         job = parse_toml(read_text(folder.job_toml))
         found |= secrets_of(job)
         named = (str(value) for key, value in flat(job).items() if key.endswith("_env"))
@@ -153,7 +153,7 @@ def _in_order(folder: RunFolder, bundle: Bundle) -> Iterator[tuple[Path, str, in
         here = Path(parent)
         for name in list(folders):
             if (here / name).is_symlink():
-                _leave_out(bundle, str((here / name).relative_to(folder.path)), 0, "a link")
+                _leave_out(bundle, str((here / name).relative_to(folder.path)), 0, "a symbolic link")
         folders[:] = [name for name in folders if not (here / name).is_symlink()]
         for name in names:
             path = here / name
@@ -175,7 +175,7 @@ def _leave_out(bundle: Bundle, name: str, size: int, why: str) -> None:
 
 
 def _end_of(path: Path, most: int) -> bytes:
-    """The last `most` bytes, from the begin of a line if more were there."""
+    """The last `most` bytes, cut at the start of a line."""
     with open(open_file(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         file.seek(max(0, size - most))
@@ -199,7 +199,7 @@ def _json(text: str, redactor: Redactor) -> str:
 
 
 def _without_samples(value: Any) -> Any:
-    """Without text that the model generated: it may repeat training data."""
+    """`value` without generated text, which may repeat training data."""
     if isinstance(value, dict):
         if value.get("kind") == "sample":
             return value | {"message": GONE, "data": None}
@@ -220,7 +220,7 @@ def _lines(text: str, redactor: Redactor) -> str:
 
 
 def _environment(text: str, redactor: Redactor) -> str:
-    """environment.json, with the values of variables on the list."""
+    """environment.json, with values only of listed variables."""
     try:
         value = parse_json(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Keeps the columns of a live run's records, so that views of a long run need not parse its JSON again."""
+"""Writes the column cache of a live run's records, so that views of a long run need not parse its JSON again."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from seatrial.record.ledger import LedgerRecord
 from seatrial.record.metrics import MetricsRecord
 
 
-class KeptColumns:
-    """One piece a poll at most, which takes 30 ms."""
+class ColumnCacheWriter:
+    """At most one chunk per poll, which takes 30 ms."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._columns = folder.columns
@@ -23,14 +23,14 @@ class KeptColumns:
         }
 
     def poll(self, now: float) -> None:
-        """Keep what has become complete. A file that cannot be kept is parsed by its readers."""
+        """Write chunks that have become complete. Without a cache, readers parse the file."""
         for (path, cls), offset in list(self._offsets.items()):
             try:
                 end = bulk.keep(cls, path, offset, self._columns)
             except FileNotFoundError:  # no step yet
                 continue
             except OSError as error:
-                complain(f"columns of {path.name} are not kept: {error}")
+                complain(f"column cache of {path.name} not written: {error}")
                 end = None
             if end is None:
                 del self._offsets[path, cls]
@@ -38,4 +38,4 @@ class KeptColumns:
                 self._offsets[path, cls] = end
 
     def close(self, until: float) -> None:
-        """Nothing to do: what is not kept is parsed."""
+        """Nothing to do: readers parse what is not cached."""

@@ -1,6 +1,6 @@
 """The monitor of a live run: `python -m seatrial.watch.monitor RUN`, started by the coordinator's agent.
 
-It follows the run folder, evaluates the alert rules, and runs what else follows a live run (`followers`). It writes
+It follows the run folder, evaluates the alert rules, and runs the other tasks of `monitor_tasks`. It writes
 nothing to the records: it sends the coordinator what to record, over its stdin and stdout. It ends when asked to, or
 with its agent.
 """
@@ -19,18 +19,18 @@ from seatrial.record import inputs
 from seatrial.record import messages as msg
 from seatrial.record.folder import RunFolder
 from seatrial.watch.alerts.alerting import Alerting
-from seatrial.watch.columns import KeptColumns
-from seatrial.watch.follows import Follows, Tell
+from seatrial.watch.columns import ColumnCacheWriter
+from seatrial.watch.monitor_task import MonitorTask, Send
 from seatrial.watch.trackers.feeders import Feeders
 
 _EVERY_S = 1.0
 
 
-def followers(folder: RunFolder, job: Job, tell: Tell) -> list[Follows]:
-    """Everything that follows a live run: the one place where it is started."""
-    following: list[Follows] = [Alerting(folder, job, tell), KeptColumns(folder)]
+def monitor_tasks(folder: RunFolder, job: Job, send: Send) -> list[MonitorTask]:
+    """All tasks of the monitor."""
+    following: list[MonitorTask] = [Alerting(folder, job, send), ColumnCacheWriter(folder)]
     if job.file.watch.trackers:
-        following.append(Feeders(folder, job.file.watch.trackers, tell))
+        following.append(Feeders(folder, job.file.watch.trackers, send))
     return following
 
 
@@ -40,10 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = RunFolder(Path(run))
     job = inputs.job_of(folder, inputs.frozen(folder))
 
-    def tell(message: msg.FromMonitor) -> None:
+    def send(message: msg.FromMonitor) -> None:
         channel.send(msg.encode(message))
 
-    following = followers(folder, job, tell)
+    following = monitor_tasks(folder, job, send)
     end: msg.EndMonitor | None = None
     while end is None and not channel.closed:
         for each in following:
@@ -63,4 +63,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 if __name__ == "__main__":
     status = main()
     sys.stderr.flush()
-    os._exit(status)  # threads that still wait for a network must not hold up the end
+    os._exit(status)  # do not wait for threads blocked on the network

@@ -1,6 +1,6 @@
-"""Remove secrets from text before it leaves a site: known values, values of keys with telling names, well-known formats.
+"""Removes secrets from text before it leaves a site: known values, values of keys with secret names, well-known formats.
 
-Removing too much costs a reader a value; removing too little costs a key. In doubt it is removed.
+When in doubt, a value is removed.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 GONE = "[redacted]"
-_LEAST = 6  # letters: a shorter known value would remove ordinary words
+_LEAST = 6  # characters: a shorter known value would match ordinary words
 
-# `token` alone, as a word: neither tokens_per_s nor tokenizer. Numbers after it are counts.
+# `token` as a whole word only: not tokens_per_s, not tokenizer. Numbers after it are counts.
 _NAME = (
     r"(?:pass(?:wd|word|phrase|code)|secret|(?<!per_)token(?![a-z])|api_?-?key|access_?-?key|private_?-?key|account_?-?key|"
     r"signing_?-?key|encryption_?-?key|credential|authori[sz]ation|auth(?![a-z])|cookie|bearer|webhook|signature|"
@@ -20,7 +20,7 @@ _NAME = (
 )
 _SECRET_NAME = re.compile(_NAME, re.IGNORECASE)
 _COUNT = re.compile(r"[-+]?[0-9][0-9._e+-]{0,11}|true|false|null|none", re.IGNORECASE)
-# All repetitions are bounded: a log may be one line of megabytes.
+# All repetitions are bounded: a log line may be megabytes long.
 _VALUE = r""""(?:\\.|[^"\\]){0,4096}"|'[^']{0,4096}'"""
 _PAIR = re.compile(
     rf"(?P<key>{_NAME}[\w.-]{{0,64}}[\"']?\s{{0,8}}(?:=>|[:=])\s{{0,8}})(?P<value>{_VALUE}|[^\s,;\"']{{1,4096}})",
@@ -36,8 +36,8 @@ _PATTERNS = (
         r"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY-----.*?(?:-----END [A-Z0-9 ]{0,40}PRIVATE KEY-----|\Z)",
         re.DOTALL,
     ),
-    re.compile(r"\A.*?-----END [A-Z0-9 ]{0,40}PRIVATE KEY-----", re.DOTALL),  # cut in the middle
-    # user:password@ of an address; what signs an address
+    re.compile(r"\A.*?-----END [A-Z0-9 ]{0,40}PRIVATE KEY-----", re.DOTALL),  # a key cut off at its start
+    # user:password@ in a URL; signatures in a URL
     re.compile(r"(?P<keep>\b[a-z][a-z0-9+.-]{0,20}://)[^\s/@\"']{1,512}(?=@)", re.IGNORECASE),
     re.compile(
         rf"(?P<keep>[?&][^=\s&\"']{{0,64}}(?:{_NAME}|\bsig|\bkey)[^=\s&\"']{{0,64}}=)[^&\s\"']{{1,4096}}",
@@ -61,7 +61,7 @@ _KEY_FILE = re.compile(
 
 
 class Redactor:
-    """Counts in `removed` what it took out. `known`: values that must appear nowhere."""
+    """Replaces secrets, counted in `removed`. `known`: values to remove wherever they occur."""
 
     def __init__(self, known: Iterable[str] = ()) -> None:
         self.removed = 0
@@ -69,7 +69,7 @@ class Redactor:
         self._known = re.compile("|".join(map(re.escape, values))) if values else None
 
     def text(self, text: str) -> str:
-        """Of a log, a job file, a script."""
+        """Redact free text: a log, a job file, a script."""
         if self._known is not None:
             text = self._replace(self._known, text)
         for pattern in _PATTERNS:
@@ -79,7 +79,7 @@ class Redactor:
         return self._replace(_KEY_FILE, text)
 
     def value(self, value: Any, name: str = "") -> Any:
-        """Of a parsed JSON document; `name`: the key that it belongs to."""
+        """Redact a parsed JSON value; `name`: its key."""
         match value:
             case dict():
                 named = value.get("name")
@@ -123,12 +123,12 @@ class Redactor:
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a variable or key of this name holds a secret."""
+    """Whether a variable or key with this name holds a secret."""
     return _SECRET_NAME.search(name) is not None
 
 
 def secrets_of(values: Mapping[str, Any]) -> set[str]:
-    """The values in a table, at any depth, whose keys say that they are secret; and passwords in addresses."""
+    """Values under secret names at any depth, and passwords in URLs."""
     found: set[str] = set()
     for name, value in values.items():
         if isinstance(value, Mapping):

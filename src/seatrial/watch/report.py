@@ -1,4 +1,4 @@
-"""The report of a run: what was planned and what came of it, where the time went, and what is not known. From its folder."""
+"""The report of a run from its folder: plan against measurement, where the time went, and what is unknown."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DRILLS = 20
 
 
 def report(view: RunView, now: float, price: float | None = None) -> dict[str, Any]:
-    """The whole report as JSON. `price`: of a GPU hour. What could not be found is in `missing`, with the reason."""
+    """The report as JSON. `price`: per GPU hour. `missing` lists what is unknown, with reasons."""
     found = goodput_of(view, now, sample=True)
     missing: dict[str, str] = {}
     split = account_of(view)
@@ -50,7 +50,7 @@ def report(view: RunView, now: float, price: float | None = None) -> dict[str, A
             missing, "waterfall", waterfall and waterfall.as_dict(), why or "no stages recorded"
         ),
         "goodput": _or_missing(
-            missing, "goodput", found.as_dict() if found.wall_s else None, "nothing ran yet"
+            missing, "goodput", found.as_dict() if found.wall_s else None, "nothing has run yet"
         ),
         "failures": [vars(each) | {"lost_s": each.lost_s} for each in found.interruptions],
         "checkpoints": _checkpoints(view),
@@ -76,12 +76,12 @@ def _plan_value(view: RunView, key: str, missing: dict[str, str]) -> Any:
     try:
         return read_json(view.folder.plan_json)[key]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        missing["layout"] = f"plan.json cannot be used: {_words(error)}"
+        missing["layout"] = f"plan.json cannot be used: {_reason(error)}"
         return None
 
 
 def _plan(view: RunView, ranks: int | None, missing: dict[str, str]) -> list[dict[str, Any]]:
-    """Rows of `what`, `predicted`, `measured`, `unit`; without what is neither."""
+    """Rows of `what`, `predicted`, `measured`, `unit`; without rows that have neither value."""
     predicted, why = prediction_of(view, ranks)
     if predicted is None:
         missing["prediction"] = why
@@ -90,9 +90,9 @@ def _plan(view: RunView, ranks: int | None, missing: dict[str, str]) -> list[dic
     rates = view.history.column("tokens_per_s_per_gpu", start)
     rows = [
         ("steps", "", view.job.steps, view.step or None),
-        ("time of a step", "s", predicted and predicted.step_s, median(seconds) if seconds else None),
+        ("step time", "s", predicted and predicted.step_s, median(seconds) if seconds else None),
         (
-            f"tokens/s a {figures.unit(view.device)}",
+            f"tokens/s per {figures.unit(view.device)}",
             "",
             predicted and predicted.tokens_per_s_per_gpu,
             median(rates) if rates else None,
@@ -133,12 +133,12 @@ def _number(value: Any) -> float | None:
 
 def _loss(view: RunView, missing: dict[str, str]) -> dict[str, Any] | None:
     if view.last is None or view.first is None:
-        missing["loss"] = "no step was done"
+        missing["loss"] = "no step has finished"
         return None
     steps, loss = view.history.steps, view.history.column("loss")
     validation = view.history.validation
     if not validation:
-        missing["validation loss"] = "none was measured (train.validate_every_steps)"
+        missing["validation loss"] = "not measured (train.validate_every_steps)"
     return {
         "first": view.first.loss,
         "last": view.last.loss,
@@ -151,7 +151,7 @@ def _loss(view: RunView, missing: dict[str, str]) -> dict[str, Any] | None:
 
 
 def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """At most _POINTS points: of each stretch of steps the mean, at its last step."""
+    """At most _POINTS points: the mean of each bin of steps, at its last step."""
     if len(points) <= _POINTS:
         return list(points)
     size = -(-len(points) // _POINTS)
@@ -160,7 +160,7 @@ def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 def _scaling(view: RunView, missing: dict[str, str]) -> dict[str, Any] | None:
-    """The newest scaling measurement of a job of this name beside the run."""
+    """The latest scaling report of a job with this name, in the folder of the run."""
     name = view.folder.path.resolve().name
     newest = _newest(
         view.folder.path.resolve().parent / ".scale", f"{name}-*/report.json", lambda d: d["job"] == name
@@ -181,7 +181,7 @@ def _scaling(view: RunView, missing: dict[str, str]) -> dict[str, Any] | None:
             for size in document["sizes"]
         ]
     except (KeyError, TypeError, AttributeError) as error:
-        missing["scaling"] = f"{path} cannot be used: {_words(error)}"
+        missing["scaling"] = f"{path} cannot be used: {_reason(error)}"
         return None
     return {
         "file": str(path),
@@ -194,7 +194,7 @@ def _scaling(view: RunView, missing: dict[str, str]) -> dict[str, Any] | None:
 def _newest(
     root: Path, pattern: str, fits: Callable[[dict[str, Any]], bool]
 ) -> tuple[Path, dict[str, Any]] | None:
-    for path in sorted(root.glob(pattern), reverse=True):  # names end with the time
+    for path in sorted(root.glob(pattern), reverse=True):  # names end with a timestamp
         try:
             document = read_json(path)
             if fits(document):
@@ -221,7 +221,7 @@ def _checks(view: RunView, missing: dict[str, str]) -> dict[str, Any] | None:
     except FileNotFoundError:
         missing["checks"] = "no `seatrial check JOB` wrote reports/check.json"
     except (OSError, ValueError, KeyError, TypeError) as error:
-        missing["checks"] = f"{path.name} cannot be used: {_words(error)}"
+        missing["checks"] = f"{path.name} cannot be used: {_reason(error)}"
     return None
 
 
@@ -237,7 +237,7 @@ def _drills(view: RunView, missing: dict[str, str]) -> list[dict[str, Any]]:
                 for each in read_json(path)["scenarios"]
             ]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            missing["drills"] = f"{path.name} cannot be used: {_words(error)}"
+            missing["drills"] = f"{path.name} cannot be used: {_reason(error)}"
             continue
         found.append({"file": path.name, "scenarios": scenarios})
     if not found:
@@ -248,18 +248,18 @@ def _drills(view: RunView, missing: dict[str, str]) -> list[dict[str, Any]]:
 def _cost(
     view: RunView, found: Goodput, price: float | None, missing: dict[str, str]
 ) -> dict[str, Any] | None:
-    """GPU hours (of ranks, where the run has no GPUs) of nodes that were held, with and without ranks."""
+    """GPU hours (rank hours on CPUs) of held nodes, with and without ranks."""
     try:
         each = parse_toml(read_text(view.folder.job_toml))["cluster"]["gpus_per_node"]
         if type(each) is not int or each < 1:
             raise ValueError("cluster.gpus_per_node is not a number of GPUs")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        missing["cost"] = f"job.toml cannot be used: {_words(error)}"
+        missing["cost"] = f"job.toml cannot be used: {_reason(error)}"
         return None
     busy = found.node_mtbf.exposure_s * each / 3600
     idle = math.fsum(found.idle_node_s.values()) * each / 3600
     if price is None:
-        missing["price"] = "the price of a GPU hour is not known: --price"
+        missing["price"] = "the price of a GPU hour is unknown: give --price"
     tokens = view.tokens
     return {
         "of": "ranks on CPUs" if view.device == "cpu" else "GPUs",
@@ -273,13 +273,13 @@ def _cost(
 
 
 def _alerts(view: RunView) -> list[dict[str, Any]]:
-    """The newest word on each alert, firing ones first."""
+    """The latest state of each alert, firing ones first."""
     return [
         vars(each) for each in sorted(last_alerts(view.events), key=lambda a: (a.state != "firing", -a.time))
     ]
 
 
-def _words(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     if isinstance(error, OSError):
         return error.strerror or str(error)
     return f"no {error}" if isinstance(error, KeyError) else str(error)

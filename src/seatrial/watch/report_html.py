@@ -16,14 +16,14 @@ from seatrial.ui import figures
 from seatrial.ui.curve_svg import curve_svg
 from seatrial.ui.goodput_svg import goodput_svg
 from seatrial.ui.goodput_words import mtbf_words, percent, straggling_words
-from seatrial.ui.svg import style, written
+from seatrial.ui.svg import style, svg_text
 
 _FAILURES, _CHECKPOINTS, _FINDINGS, _ALERTS = 200, 20, 50, 50
 _TONES = {"finished": "good", "failed": "bad"}
 
 
 def page(document: dict[str, Any]) -> str:
-    """The whole page, of what `report.report` found."""
+    """The page for the document of `report.report`."""
     goodput, loss = document["goodput"], document["loss"]
     return render(
         "watch/report.html",
@@ -32,7 +32,7 @@ def page(document: dict[str, Any]) -> str:
         state=document["state"],
         reason=document["state_reason"],
         tone=_TONES.get(document["state"], "warn"),
-        where=_where(document),
+        where=_subtitle(document),
         big=list(_big(document)),
         bar=_bar(goodput) if goodput else None,
         causes=list(_causes(goodput)) if goodput else [],
@@ -54,7 +54,7 @@ def page(document: dict[str, Any]) -> str:
     )
 
 
-def _where(document: dict[str, Any]) -> str:
+def _subtitle(document: dict[str, Any]) -> str:
     layout = document["layout"] or {}
     ranks = f"{layout['world_size']} ranks, " if isinstance(layout.get("world_size"), int) else ""
     parts = [f"{ranks}device {document['device'] or 'unknown'}", document["nodes"] or ""]
@@ -69,11 +69,11 @@ def _moment(seconds: float | None) -> str:
 def _big(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
     total, goodput, loss, cost = (document[key] for key in ("steps", "goodput", "loss", "cost"))
     yield f"{document['step']:,}" + (f" of {total:,}" if total else ""), "steps"
-    yield percent(goodput["ettr"] if goodput else None), "ETTR: time with nodes spent in steps that count"
+    yield percent(goodput["ettr"] if goodput else None), "ETTR: share of node time in steps that count"
     yield units.duration(goodput["wall_s"]) if goodput else "none", "wall-clock time"
     yield f"{loss['last']:.4f}" if loss and math.isfinite(loss["last"]) else "unknown", "last loss"
     yield units.count(document["tokens"]), "tokens trained on"
-    yield str(sum(f["restarted"] for f in document["failures"])), "failures that stopped the ranks"
+    yield str(sum(f["restarted"] for f in document["failures"])), "failures that stopped ranks"
     yield f"{cost['hours']:,.2f}" if cost else "unknown", f"hours of {cost['of']}" if cost else "GPU hours"
     if cost and cost["price"] is not None:
         yield f"{cost['price']:,.2f}", "cost"
@@ -81,7 +81,7 @@ def _big(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _bar(goodput: dict[str, Any]) -> str:
     title = f"Where {units.duration(goodput['wall_s'])} went"
-    return written(goodput_svg(goodput["seconds"], title=title))
+    return svg_text(goodput_svg(goodput["seconds"], title=title))
 
 
 def _causes(goodput: dict[str, Any]) -> Iterator[tuple[str, ...]]:
@@ -124,7 +124,7 @@ def _plan_row(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _waterfall(fall: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """The measured parts of a step beside the plan's."""
+    """The measured stages of a step beside the plan's."""
     for row in fall["rows"]:
         if row["seconds"] or row["predicted_s"]:
             measured, predicted = _value(row["seconds"], "s"), _value(row["predicted_s"], "s")
@@ -153,7 +153,7 @@ def _curve(loss: dict[str, Any]) -> str | None:
     curves = [("loss", "st-kernels", loss["curve"]), ("validation loss", "st-run", loss["validation"])]
     if not any(points for *_, points in curves):
         return None
-    return written(curve_svg(curves, title="Loss, nats a token, by step", name="loss"))
+    return svg_text(curve_svg(curves, title="Loss (nats/token) by step", name="loss"))
 
 
 def _checkpoints(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -164,13 +164,13 @@ def _checkpoints(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     )
     kept = found["kept"]
     yield "kept", figures.steps(kept[-_CHECKPOINTS:]) if kept else "none in the run folder"
-    yield "saved", f"{found['saved']:,}; {found['failed']:,} failed, {found['damaged']:,} found damaged"
+    yield "saved", f"{found['saved']:,}; {found['failed']:,} failed, {found['damaged']:,} damaged"
     if found["bytes"] is not None:
         yield "size", units.memory(found["bytes"])
     if found["seconds_median"] is not None:
         yield "time to save", f"{units.duration(found['seconds_median'])} (median)"
     if found["stalled_s_median"] is not None:
-        yield "training waits", f"{units.duration(found['stalled_s_median'])} for each (median, rank 0)"
+        yield "training stalled", f"{units.duration(found['stalled_s_median'])} per save (median, rank 0)"
 
 
 def _scaling(found: dict[str, Any]) -> dict[str, Any]:
@@ -220,6 +220,6 @@ def _cost(cost: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "with ranks", f"{cost['hours_with_ranks']:,.3f}"
     yield "held without ranks", f"{cost['hours_idle']:,.3f}"
     if cost["seconds_per_million_tokens"] is not None:
-        yield "for a million tokens", f"{cost['seconds_per_million_tokens']:,.1f} s of one"
+        yield "per million tokens", f"{cost['seconds_per_million_tokens']:,.1f} s of one"
     if cost["price"] is not None:
-        yield "price", f"{cost['price']:,.2f} at {cost['price_per_hour']:g} an hour"
+        yield "price", f"{cost['price']:,.2f} at {cost['price_per_hour']:g} per hour"

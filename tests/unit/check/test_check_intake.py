@@ -152,7 +152,7 @@ def test_log_storm_is_counted_and_other_lines_are_still_found() -> None:
     assert found.keys() == {"SYS003", "XID001", "NET014"}
     assert "59998 times" in found["SYS003"].message
     assert found["SYS003"].evidence[0] == "f.txt:1"
-    assert len(numbered_lines.take(io.BytesIO(data)).lines) < 20_000 + 300
+    assert len(numbered_lines.read_stream(io.BytesIO(data)).lines) < 20_000 + 300
 
 
 def test_links_that_flap_in_a_long_log() -> None:
@@ -167,7 +167,7 @@ def test_links_that_flap_in_a_long_log() -> None:
 
 def test_every_significant_log_line_has_a_filter_keyword() -> None:
     samples = [line for p in FIXTURES.iterdir() for line in p.read_text().splitlines()]
-    telling = [line for line in samples if kernel_text.tells(line)]
+    telling = [line for line in samples if kernel_text.is_relevant(line)]
     assert len(telling) > 20
     assert all(any(word in line.lower() for word in WORDS) for line in telling)
     assert not any(c.isdigit() for word in WORDS for c in word), (
@@ -202,7 +202,7 @@ def test_where_a_block_ends_makes_no_difference(cut: int, monkeypatch: pytest.Mo
 
 
 def test_a_line_without_an_end_is_not_kept_and_is_no_pass() -> None:
-    taken = numbered_lines.take(io.BufferedReader(Endless(40 << 20, lambda n: b"x" * 4096)))
+    taken = numbered_lines.read_stream(io.BufferedReader(Endless(40 << 20, lambda n: b"x" * 4096)))
     assert sum(len(line) for _, line in taken.lines) <= numbered_lines.LONGEST_LINE
     assert [why for why, _ in taken.damage] == ["a line longer than 4 MiB"]
     long = b"[    1.000001] a message " + b"x" * 20_000 + b"\n"
@@ -219,7 +219,7 @@ def test_of_gigabytes_little_is_kept() -> None:
         )
         return f"Nov 15 12:00:{n % 60:02} gpu07 {text}\n".encode()
 
-    taken = numbered_lines.take(io.BufferedReader(Endless(24 << 20, line)))
+    taken = numbered_lines.read_stream(io.BufferedReader(Endless(24 << 20, line)))
     assert sum(len(x) for _, x in taken.lines) < 2 * numbered_lines.BLOCK_BYTES
     assert taken.damage == []
 
@@ -227,7 +227,7 @@ def test_of_gigabytes_little_is_kept() -> None:
 def test_what_is_larger_and_no_log_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numbered_lines, "LARGEST_CHARS", 4 << 20)
     source = Endless(1 << 40, lambda n: b"%d words that no log has, and no tool either, in a line\n" % n)
-    taken = numbered_lines.take(io.BufferedReader(source))
+    taken = numbered_lines.read_stream(io.BufferedReader(source))
     assert "the rest was not read" in taken.damage[0][0]
     assert sum(len(x) + 1 for _, x in taken.lines) < (4 << 20) + 2 * numbered_lines.BLOCK_BYTES
 
@@ -272,4 +272,4 @@ def test_a_quiet_line_is_a_logs_and_says_nothing() -> None:
     for line, quiet in zip(every, kernel_text.quiet_of(every), strict=True):
         if quiet:
             assert kernel_text.LINE.match(line)
-            assert not kernel_text.tells(line)
+            assert not kernel_text.is_relevant(line)

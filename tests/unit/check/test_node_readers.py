@@ -24,8 +24,8 @@ from seatrial.check.node.node_kernel import read_kernel_log
 from seatrial.check.node.node_limits import read_limits
 from seatrial.check.node.node_ports import default_interface, fabric_of, is_up, mlxlink_orders, read_interface
 from seatrial.check.node.node_stage import collect_rates
+from seatrial.check.outputs.kernel_text import is_relevant
 from seatrial.check.outputs.kernel_text import parse as parse_log
-from seatrial.check.outputs.kernel_text import tells
 from seatrial.check.outputs.tool import Lines
 
 GIB = 1 << 30
@@ -227,7 +227,7 @@ def test_lines_that_tell_are_those_that_are_judged() -> None:
         "3,6,6,-;nvidia-nvswitch3: SXid (PCI:0000:c1:00.0): 24007, Fatal, Link 01 TLC",
         "6,7,7,-;NVRM: loading NVIDIA UNIX Open Kernel Module",
     ]
-    kept = [line for line in lines if tells(line)]
+    kept = [line for line in lines if is_relevant(line)]
     assert kept == lines[1:6]
     whole, cut = parse_log(Lines.of("\n".join(lines)), "x"), parse_log(Lines.of("\n".join(kept)), "x")
     assert [m.xid for m in cut.messages] == [m.xid for m in whole.messages]

@@ -44,13 +44,13 @@ def test_each_rank_has_one_node_and_node_ranks_are_contiguous(
 def test_buddies_form_a_ring(made: tuple[World, list[Shape], int]) -> None:
     world, _, _ = made
     for slot, node in world.slots.items():
-        buddy = world.beside(slot, 1)
+        buddy = world.neighbour(slot, 1)
         if len(world.slots) == 1:
             assert buddy is None
         else:
             assert buddy not in (None, node)
             (place,) = [s for s, n in world.slots.items() if n == buddy]
-            assert world.beside(place, -1) == node, "whom it guards is whose buddy it is"
+            assert world.neighbour(place, -1) == node, "whom it guards is whose buddy it is"
 
 
 @given(worlds())

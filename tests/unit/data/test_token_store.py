@@ -288,7 +288,7 @@ def test_an_empty_folder_is_a_fine_target(tmp_path: Path) -> None:
 
 def test_a_target_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="cannot write beside"):
+    with pytest.raises(InputError, match="cannot write next to"):
         write(tmp_path / "file" / "s", [1])
 
 

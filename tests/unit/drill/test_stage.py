@@ -135,3 +135,10 @@ def test_a_kernel_log_line_looks_like_the_kernels(stage: Stage) -> None:
     assert (priority, flags) == ("4", "-")
     assert int(number) > 0
     assert int(since_boot_us) > 0
+
+
+def test_a_checkpoint_that_is_still_written_is_waited_for(stage: Stage) -> None:
+    tell(stage, "checkpoint_saved")
+    stage.wait_saved(1)
+    with pytest.raises(stages.RunEnded):
+        stage.wait_saved(2)

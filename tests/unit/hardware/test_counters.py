@@ -99,7 +99,7 @@ def test_waiting_is_a_part_of_the_time() -> None:
     assert wait_share(1, None, 1.0) is None
     [(signal, message)] = after(seconds=1.0, port_xmit_wait=1_250_000_000)
     assert signal == "congestion"
-    assert "held back for 20% of the time" in message
+    assert "waited for 20% of the time" in message
 
 
 def test_several_counters_of_one_fault_are_one_finding() -> None:

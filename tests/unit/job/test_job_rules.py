@@ -27,6 +27,7 @@ from seatrial.job.schema import JobFile
         (("parallel.stages_per_rank=4", "parallel.schedule=interleaved-1f1b"), "parallel.pipeline", "pipeline 2 x stages_per_rank 4 = 8 stages, but the model has only 4 layers", "parallel.stages_per_rank=2"),
         (("parallel.shard=3",), "--set parallel.shard=3", "tensor 2 x pipeline 2 x shard 3 = 12 ranks, but 2 nodes x 4 GPUs = 8 ranks", "parallel.shard=2"),
         (("cluster.gpus_per_node=5",), "parallel.tensor", "tensor 2 does not divide gpus_per_node 5", None),
+        (("cluster.gpu=H100 SXM", "gpu.bf16_tflops=900", "gpu.hbm_gb=80", "gpu.hbm_tb_s=3", "gpu.link_gb_s=450"), "--set cluster.gpu=H100 SXM", "gpu is named in [cluster] and stated in [gpu]", None),
         (("cluster.network=Custom", "network.gbps_per_nic=100", "network.latency_us=20"), "--set cluster.network=Custom", "network is named in [cluster] and stated in [network]", None),
         (("cluster.nvlink_domain=6",), "--set cluster.nvlink_domain=6", "nvlink_domain 6 is not a multiple of gpus_per_node 4", "cluster.nvlink_domain=8"),
         (("parallel.tensor=8", "parallel.pipeline=1", "model.num_attention_heads=8", "model.num_key_value_heads=8"), "--set parallel.tensor=8", "tensor 8 does not divide gpus_per_node 4: a tensor-parallel group must stay within one node", "cluster.nvlink_domain=8"),

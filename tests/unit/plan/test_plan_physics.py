@@ -146,3 +146,20 @@ def test_metrics_of_training_see_logits_after_the_backward_pass() -> None:
     assert kept[0].activations == 0 < kept[1].activations
     silent = rank_memory(small, replace(recipe, recompute="full"), replace(foundry, metrics=0.0), 0)
     assert silent.allocated < kept[0].allocated
+
+
+def test_replicas_reduce_over_the_network_and_only_at_the_end() -> None:
+    """Copies without a shard group reduce whole gradients; more microbatches give these no more to hide behind."""
+    slow = find_network("RoCE 4x100")
+    assert slow is not None
+    fabric = Fabric(Cluster(CLUSTER.gpu, 4, 8, replace(slow, gbps_per_nic=1.0)))
+    model = model_presets()["llama3.2-1b"]
+    exposed = []
+    for batch in (64, 256):
+        recipe = Recipe(4096, batch, 1, layout=Layout(replicate=32))
+        exposed.append(step_parts(model, recipe, fabric, OURS, 1.0).data)
+    n_bytes = rank_traffic(model, recipe, fabric, OURS, 0).data
+    assert n_bytes == pytest.approx(2 * 31 / 32 * 4 * model.parameters(), rel=1e-3)
+    # Eight cards of 1/16 GB/s share a node's four; backward passes hide part of one microbatch's time.
+    assert exposed[0] == pytest.approx(n_bytes / (4 / 8 * 0.125e9 * slow.reached * 8), rel=0.1)
+    assert exposed[1] == pytest.approx(exposed[0], rel=1e-3)

@@ -26,6 +26,13 @@ from seatrial.plan.model.recipe import Recipe
 
 SIZES = {name: model_presets()[name] for name in ("qwen2.5-0.5b", "llama3-8b", "qwen2.5-72b")}
 MODEL = SIZES["qwen2.5-72b"]
+LLAMA_405B = replace(
+    model_presets()["llama3.1-70b"],
+    hidden_size=16384,
+    intermediate_size=53248,
+    num_hidden_layers=126,
+    num_attention_heads=128,
+)
 NDR = find_network("InfiniBand NDR 8x400")
 assert NDR is not None
 
@@ -270,3 +277,14 @@ def test_an_unknown_architecture_is_as_those_with_most_rows() -> None:
 def test_a_prediction_needs_no_torch() -> None:
     code = "import sys, seatrial.plan.cost.predict; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("shard", "published"), [(64, 0.43), (128, 0.41)])
+def test_llama_3_is_inside_the_interval(shard: int, published: float) -> None:
+    """arXiv:2407.21783, table 4, 8K sequences: no row of it is in the calibration. The first and the last stage have no layer."""
+    layout = Layout(16, 1, shard, 8, stages_per_rank=8, schedule="interleaved-1f1b")
+    assert layout.layer_counts(126) == (0, *[1] * 126, 0)
+    recipe = Recipe(8192, 2048, layout=layout, reshard=False)
+    p = predict(LLAMA_405B, recipe, Cluster(gpu("H100 SXM"), 16 * shard, 8, NDR), stack="llama-3")
+    assert p.mfu is not None
+    assert p.mfu * p.step_s / p.high_s < published < p.mfu * p.step_s / p.low_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from importlib.resources import files
@@ -18,7 +19,8 @@ from seatrial.job.rules_layout import LAYOUT_RULES
 from seatrial.plan.cost.predict import capacity, predict
 from seatrial.plan.model.cluster import Cluster
 from seatrial.plan.model.recipe import Recipe
-from seatrial.plan.search.search import Found, search
+from seatrial.plan.report.advice import short
+from seatrial.plan.search.search import Found, legal, search
 
 pytestmark = pytest.mark.cluster  # slow
 
@@ -112,3 +114,18 @@ def test_another_size_than_the_jobs() -> None:
 def predict_again_on(nodes: int) -> None:
 
     predict(job().architecture, Recipe.of(job()), replace(CLUSTER, nodes=nodes))
+
+
+def test_context_parallel_is_searched_only_where_a_stack_has_it() -> None:
+    keys = ("train.sequence_length=65536", "model.preset=llama3.1-8b", "train.global_batch=8")
+    long = load_job(Path(str(files("seatrial.job") / "presets" / "llama3-8b-h100.toml")), keys)
+    card = find_gpu("H100 SXM")
+    assert card is not None
+    cluster = Cluster(card, 1, 8)
+    sizes = {
+        stack: {r.context for r in legal(long, cluster, Counter(), (1,), ("none",), stack)}
+        for stack in ("nemo", "seatrial", "megascale")
+    }
+    assert sizes == {"nemo": {1, 2, 4, 8}, "seatrial": {1}, "megascale": {1}}
+    assert all(r.world == 8 for r in legal(long, cluster, Counter(), (1,), ("none",), "nemo"))
+    assert "CP" in short(search(long, cluster, stack="nemo").choices[0].recipe)

@@ -19,6 +19,7 @@ from seatrial.job.layout import Layout
 from seatrial.job.loading import load_job
 from seatrial.job.models import model_presets
 from seatrial.job.parts import MOST, parts
+from seatrial.plan.cost.accumulate import ways
 from seatrial.plan.cost.collectives import Fabric
 from seatrial.plan.cost.kernels import Kernels
 from seatrial.plan.cost.memory import layer_activations
@@ -291,7 +292,7 @@ def test_the_search_loses_nothing_by_not_trying_all() -> None:
     base = job("llama3-8b-h100")
     model, cluster = base.architecture, Cluster(gpu("H100 SXM"), 1, 8)
     best: dict[tuple[int, int], float] = {}
-    for recipe in legal(base, cluster, Counter()):
+    for recipe in (way for layout in legal(base, cluster, Counter()) for way in ways(base, layout)):
         for one in (recipe, replace(recipe, async_tensor=True)):
             if one.async_tensor and not able(one, stack_for(one)):
                 continue

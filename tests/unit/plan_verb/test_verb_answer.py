@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from verb_cases import EVERY, NDR, job, must_change, nowhere, small, too_large, voyage
 
 from seatrial.base.errors import InputError
 from seatrial.hardware.networks import find_network
+from seatrial.job.schema import GpuSection
 from seatrial.plan.model.place import place_of
 from seatrial.plan.report.advice import ALIKE, Wanted, allowed, difference, excess, short
 from seatrial.plan.report.answer import ENOUGH, Answer, Wishes, answer, usual_nodes
@@ -127,8 +129,31 @@ def test_unknown_stays_unknown() -> None:
     assert told.carried.a_gpu > 0
 
 
+def test_a_stated_gpu_is_planned_like_one_of_the_catalogue() -> None:
+    """The figures of an H100 by hand: another name, so no pace of its own, and waves of its processors are not counted."""
+    base = small().job
+    cluster = base.file.cluster.model_copy(update={"gpu": None})
+
+    def told(architecture: str | None) -> Answer:
+        section = GpuSection(
+            bf16_tflops=989, best_bf16_tflops=794.5, hbm_gb=80, hbm_tb_s=3.35, link_gb_s=450, watts=700,
+            architecture=architecture,
+        )  # fmt: skip
+        of = replace(base, file=base.file.model_copy(update={"gpu": section, "cluster": cluster}))
+        return answer(of, place_of(of), Wishes(look_further=False))
+
+    hopper, other, known = told("Hopper").own, told(None).own, small().own
+    assert hopper.prediction is not None
+    assert known.prediction is not None
+    assert hopper.prediction.step_s == pytest.approx(known.prediction.step_s, rel=0.08)
+    assert hopper.prediction.pace.kind == "extrapolated"
+    assert hopper.room == other.room == known.room
+    assert other.prediction is None
+    assert "an unknown architecture" in other.why_unknown
+
+
 def test_fp32_has_no_speed_but_memory_and_traffic_twice_as_wide() -> None:
-    wide = job("llama3-8b-h100", "train.precision=fp32")
+    wide = job("llama3-8b-h100", "train.precision=fp32", "train.accumulate=whole")
     told = answer(wide, place_of(wide))
     assert told.own.prediction is None
     assert "fp32" in told.own.why_unknown
@@ -218,8 +243,8 @@ def test_usual_nodes_hold_the_jobs_own() -> None:
     from dataclasses import replace
 
     assert usual_nodes(cluster) == (1, 2, 4, 8, 16, 32, 64, 128)
-    assert 3 in usual_nodes(replace(cluster, nodes=3))
-    assert usual_nodes(replace(cluster, nodes=300))[-2:] == (256, 300)
+    assert usual_nodes(replace(cluster, nodes=18)) == (9, 18, 36, 72)
+    assert usual_nodes(replace(cluster, nodes=300)) == (75, 150, 300)
 
 
 def test_wishes() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from verb_cases import NDR, preset
 
 import seatrial
+from seatrial.cli import plan
 from seatrial.cli.main import main
 
 SMALL = str(preset("llama3-8b-h100"))
@@ -20,6 +22,12 @@ VOYAGE = str(preset("qwen2.5-72b-b300"))
 CPU = str(preset("first-voyage"))
 
 Captured = pytest.CaptureFixture[str]
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    plan.add_arguments(parser)
+    return parser.parse_args(words)
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +102,7 @@ def test_a_tight_layout_is_no_failure(capsys: Captured) -> None:
     out = " ".join(capsys.readouterr().out.split())
     assert "memory tight: " in out
     assert "verdict tight; " in out
-    assert out.count("exceeded their prediction by that much") == 2
+    assert out.count("exceeded their prediction by that much") == 1
 
 
 def test_fit(capsys: Captured) -> None:
@@ -180,3 +188,21 @@ def test_no_torch_and_an_ordinary_pipe() -> None:
     assert done.stderr.strip().endswith("False 0")
     assert "\x1b" not in done.stdout
     assert "verdict" in done.stdout
+
+
+def test_a_failed_dry_run_loses_no_finished_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    def stopped(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("seatrial.plan.report.beside.beside", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        plan.run(parsed(SMALL, "--own", "--dry-run", "--json", "--html", "p.html"))
+    assert json.loads(capsys.readouterr().out)["dry_run"] == []
+    assert "Plan of " in (tmp_path / "p.html").read_text()
+
+
+def test_a_picture_that_cannot_be_made_loses_no_json(capsys: Captured) -> None:
+    assert main(["plan", CPU, "--svg", "c.svg", "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["own"]["prediction"] is None

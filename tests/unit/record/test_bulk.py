@@ -21,7 +21,7 @@ from seatrial.record.jsonl import encode
 from seatrial.record.ledger import LedgerRecord
 from seatrial.record.metrics import MetricsRecord
 from seatrial.record.view import RunView, read_view
-from seatrial.watch.columns import KeptColumns
+from seatrial.watch.columns import ColumnCacheWriter
 
 NOTHING = Path("/nonexistent")
 
@@ -67,7 +67,7 @@ def both_ways(folder: RunFolder) -> tuple[list[Any], list[Any]]:
 
 
 def keep_all(folder: RunFolder) -> list[Path]:
-    following = KeptColumns(folder)
+    following = ColumnCacheWriter(folder)
     for _ in range(20):
         following.poll(0.0)
     return sorted(folder.columns.glob("*"))

@@ -52,32 +52,32 @@ def only(found: Sequence[Cause]) -> Cause:
     return found[0]
 
 
-def test_nothing_is_blamed_where_nothing_was_lost() -> None:
+def test_no_cause_without_a_loss() -> None:
     assert find_causes(BASE, size(FSDP_4, {(-1, SHARD): 0.11})) == ()
 
 
-def test_a_slow_rank_is_named_and_those_that_wait_for_it_are_not() -> None:
+def test_a_slow_rank_is_named_and_waiting_ranks_are_not() -> None:
     late = {(r, SHARD): 0.4 for r in (0, 1, 3)}
     found = only(find_causes(BASE, size(FSDP_4, {(-1, SHARD): 0.1, (2, BACKWARD): 0.4} | late)))
     assert (found.kind, found.ranks, found.nodes, found.remove_node) == ("straggler", (2,), (2,), 2)
     assert found.seconds == pytest.approx(0.4)
 
 
-def test_one_of_two_ranks_can_be_the_slow_one() -> None:
+def test_one_of_two_ranks_can_be_slow() -> None:
     alone = size(Layout(), {})
     found = only(find_causes(alone, size(FSDP_2, {(1, FORWARD): 0.3, (0, SHARD): 0.3})))
     assert (found.kind, found.ranks) == ("straggler", (1,))
 
 
 @pytest.mark.parametrize(("mhz", "word"), [(1200.0, "low"), (1980.0, "normal")])
-def test_the_clock_of_a_slow_device_is_told(mhz: float, word: str) -> None:
+def test_the_clock_of_a_slow_device_is_reported(mhz: float, word: str) -> None:
     late = {(r, SHARD): 0.4 for r in (0, 1, 3)}
     clocks = np.array([1980.0, 1980.0, mhz, 1975.0])
     here = size(FSDP_4, {(-1, SHARD): 0.1, (2, BACKWARD): 0.4} | late, clocks_mhz=clocks)
     assert any(f"clock is {word}" in text for text in only(find_causes(BASE, here)).evidence)
 
 
-def test_a_slow_disk_is_named_and_a_slow_store_is_nobodys() -> None:
+def test_a_slow_disk_is_named_but_no_node_for_a_slow_store() -> None:
     late = {(r, SHARD): 0.4 for r in (0, 1, 3)}
     disk = only(find_causes(BASE, size(FSDP_4, {(-1, SHARD): 0.1, (2, DATA): 0.4} | late)))
     assert (disk.kind, disk.nodes, disk.remove_node) == ("data", (2,), 2)
@@ -85,22 +85,22 @@ def test_a_slow_disk_is_named_and_a_slow_store_is_nobodys() -> None:
     assert (store.kind, store.ranks, store.remove_node) == ("data", (), None)
 
 
-def test_a_slow_link_in_one_ring_cannot_be_placed_by_timings() -> None:
+def test_timings_do_not_locate_a_slow_link_in_one_ring() -> None:
     base = size(FSDP_2, {(-1, SHARD): 0.1})
     here = size(FSDP_4, {(-1, SHARD): 0.5}, message_bytes=LARGE)
     found = only(find_causes(base, here))
     assert (found.kind, found.dimensions, found.nodes, found.remove_node) == ("network", ("shard",), (), None)
-    assert any("timings cannot tell" in text for text in found.evidence)
+    assert any("timings do not show" in text for text in found.evidence)
 
 
-def test_counters_place_it() -> None:
+def test_counters_locate_a_slow_link() -> None:
     here = size(FSDP_4, {(-1, SHARD): 0.5}, message_bytes=LARGE, faults={2: [RETRANSMISSIONS], 1: []})
     found = only(find_causes(BASE, here))
     assert (found.kind, found.nodes, found.remove_node) == ("network", (2,), 2)
     assert RETRANSMISSIONS.message in " ".join(found.evidence)
 
 
-def test_counters_that_were_so_at_the_first_size_do_not() -> None:
+def test_counter_faults_of_the_first_size_are_ignored() -> None:
     base = size(FSDP_2, {(-1, SHARD): 0.1}, faults={2: [RETRANSMISSIONS]})
     here = size(FSDP_4, {(-1, SHARD): 0.5}, message_bytes=LARGE, faults={2: [RETRANSMISSIONS]})
     assert only(find_causes(base, here)).nodes == ()
@@ -138,7 +138,7 @@ def test_a_slow_rail_is_named_and_its_node_is_not() -> None:
     assert "network on shard, one of nodes 0-3, ranks 1, 3, 5, 7, rail 1" in next(iter(lines([found])))[1]
 
 
-def test_small_messages_are_told_by_their_size() -> None:
+def test_small_messages_are_identified_by_size() -> None:
     found = only(find_causes(BASE, size(FSDP_4, {(-1, SHARD): 0.5}, message_bytes=SMALL)))
     assert found.kind == "small messages"
     unknown = only(find_causes(BASE, size(FSDP_4, {(-1, SHARD): 0.5})))
@@ -151,9 +151,9 @@ def test_small_messages_are_told_by_their_size() -> None:
     )
     found = only(find_causes(BASE, size(FSDP_4, {(-1, SHARD): 0.5}, message_bytes=SMALL, calls=many)))
     assert found.kind == "small messages"
-    assert "333 of them a step" in " ".join(found.evidence)
+    assert "333 collectives per step" in " ".join(found.evidence)
     # What is sent along the pipeline goes to one rank only: no latency of many hops.
-    assert "4.00 KiB in a message" in " ".join(pipeline_waits(message_bytes={"pipeline": 4096}).evidence)
+    assert "4.00 KiB per message" in " ".join(pipeline_waits(message_bytes={"pipeline": 4096}).evidence)
 
 
 def pipeline_waits(**known: Any) -> Cause:
@@ -235,7 +235,8 @@ def test_words_and_json() -> None:
     assert text.startswith(
         "straggler node 2, rank 2: 400 ms of a step (26%); rank 2: compute takes 1.40 times"
     )
-    assert ("try", "repeat this size without node 2: take it out of the allocation, slurm.exclude") in lines(
-        found
-    )
+    assert (
+        "try",
+        "repeat this size without node 2: exclude it from the allocation (slurm.exclude)",
+    ) in lines(found)
     assert json.loads(json.dumps(as_dict(found[0])))["remove_node"] == 2

@@ -65,16 +65,16 @@ def signals(base: NodeCounters, here: NodeCounters) -> list[str]:
         ({"symbol_error": 900}, {"symbol_error": 900}, []),
     ],
 )
-def test_a_fault_is_what_the_first_size_had_less_of(
+def test_a_fault_is_growth_over_the_first_size(
     base: dict[str, Any], here: dict[str, Any], expected: list[str]
 ) -> None:
     assert signals(node(**base), node(**here)) == expected
 
 
-def test_the_growth_is_said() -> None:
+def test_the_growth_is_in_the_message() -> None:
     found = new_faults([node(np_cnp_sent=15_000)], [node(np_cnp_sent=90_000)])
     assert found is not None
-    assert found[0][0].message.endswith("; 6.0 times as much for each byte as at the first size")
+    assert found[0][0].message.endswith("; 6.0 times as much per byte as at the first size")
 
 
 def test_tcp_counts_by_its_bytes() -> None:
@@ -134,7 +134,7 @@ def test_clocks_belong_to_the_ranks_of_their_gpus() -> None:
     assert clocks_mhz([nodes[0], node(1)], ranks, 2) is None
 
 
-def test_what_a_node_does_not_have_is_not_available() -> None:
+def test_missing_counters_are_not_available() -> None:
     nothing = of_node(3, None, None, 0.0, None)
     assert nothing.as_dict() == {
         "node": 3,

@@ -45,7 +45,7 @@ def test_a_slow_group_is_blamed_and_healthy_ones_are_not(count: int) -> None:
     assert found >= 190
 
 
-def test_slower_by_little_is_not_bad() -> None:
+def test_a_slightly_slower_group_is_not_bad() -> None:
     rng = np.random.default_rng(1)
     groups = compare(drawn(rng, {"A": 1.0, "B": 0.98, "C": 1.0}, 8, 0.0001))
     assert [j.verdict for j in judge(1, groups)] == ["PASS"]
@@ -70,7 +70,7 @@ def test_a_wide_interval_is_not_judged() -> None:
     assert (found.verdict, "more --repeats" in found.text) == ("UNJUDGED", True)
 
 
-def test_one_repeat_is_no_judgement() -> None:
+def test_one_repeat_is_unjudged() -> None:
     (found,) = judge(1, compare([trial("A", 1, 100.0), trial("B", 1, 50.0)]))
     assert found.verdict == "UNJUDGED"
     assert compare([trial("A", 1, 100.0)]) == []

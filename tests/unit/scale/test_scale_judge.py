@@ -20,13 +20,13 @@ def gates(
     return [(j.name, j.verdict) for j in found]
 
 
-def test_what_nobody_asked_for_is_not_judged() -> None:
+def test_gates_not_requested_are_unjudged() -> None:
     found = judge_gates(Gates(), SIZES, {2: speed(0.1)}, lambda nodes, of: speed(1))
     assert [j.verdict for j in found] == ["UNJUDGED", "UNJUDGED"]
-    assert all("not asked for" in j.text for j in found)
+    assert all("not requested" in j.text for j in found)
 
 
-def test_utilisation_is_judged_where_the_gpus_tell_it() -> None:
+def test_utilisation_is_judged_if_the_gpus_report_it() -> None:
     found = judge_utilisation(0.7, {1: speed(0.9), 2: speed(0.5), 4: None})
     assert [(j.name, j.verdict) for j in found] == [
         ("tensor cores, 1 node", "PASS"),
@@ -55,11 +55,11 @@ def test_the_total_speedup_is_between_the_named_sizes(times: float, verdict: str
     assert gates(Gates(speedup=(8, 128, 12)), speedup=speed(times))[1] == ("8 to 128 GPUs", verdict)
 
 
-def test_sizes_that_a_gate_needs_and_that_are_not_there() -> None:
+def test_a_gate_on_a_missing_size_is_unjudged() -> None:
     found = judge_gates(Gates(0.8, (8, 256, 12)), [(1, 8)], {}, lambda nodes, of: None)
     assert [j.text for j in found] == [
         "no two sizes differ by a factor of two",
-        "no size of --nodes has 256 GPUs",
+        "no size in --nodes has 256 GPUs",
     ]
     assert {j.verdict for j in found} == {"UNJUDGED"}
 

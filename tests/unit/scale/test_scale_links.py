@@ -57,13 +57,13 @@ def test_a_node_with_a_slow_link_is_named(nodes: int, shape: str, ranks: int) ->
         assert slow_link(traffic(pairs, set(), 1.0, seed, ranks), node_of) is None, "all are well"
 
 
-def test_a_slow_way_between_two_nodes_is_named() -> None:
+def test_a_slow_path_between_two_nodes_is_named() -> None:
     found = slow_link(traffic(ring(6), {frozenset({2, 3})}, 5.0, 1), {r: r for r in range(6)})
     assert found is not None
     assert found.nodes == (2, 3)
 
 
-def test_it_is_not_named_where_it_cannot_be_known() -> None:
+def test_no_link_is_named_without_enough_data() -> None:
     two = {0: 0, 1: 1}
     assert slow_link(traffic(ring(2), {frozenset({0, 1})}, 9.0, 1), two) is None, "nothing to compare with"
     assert slow_link({}, {}) is None

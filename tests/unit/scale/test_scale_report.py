@@ -81,7 +81,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return results_of(made, Gates())
 
 
-def test_predictions_stand_beside_measurements(results: Results) -> None:
+def test_predictions_are_shown_with_measurements(results: Results) -> None:
     one, two = document(results)["sizes"]
     for size in (one, two):
         rows = {row["name"]: row for row in size["waterfall"]["rows"]}
@@ -93,7 +93,7 @@ def test_predictions_stand_beside_measurements(results: Results) -> None:
         )
         assert size["waterfall"]["mfu"] == pytest.approx(size["mfu"], rel=1e-6)
     headings, rows = waterfall_rows(results)
-    assert headings == ("part of a step", "1 node", "plan", "ratio", "2 nodes", "plan", "ratio")
+    assert headings == ("step part", "1 node", "plan", "ratio", "2 nodes", "plan", "ratio")
     assert {len(row) for row in rows} == {len(headings)}
     names = [row[0] for row in rows]
     assert names[0] == "model FLOPs"
@@ -111,11 +111,11 @@ def test_the_page_has_a_picture_of_each_size_and_plan(results: Results) -> None:
         assert title in found
     ids = re.findall(r' id="([^"]+)"', found)
     assert len(ids) == len(set(ids))
-    assert f"rank {SLOW} differs most from its peers, in backward, by 300 ms" in found
+    assert f"rank {SLOW} deviates most from its peers, in backward, by 300 ms" in found
     assert "http" not in found.replace("http://www.w3.org", "")
 
 
-def test_a_bubble_names_what_the_plan_expects_of_a_change(results: Results) -> None:
+def test_a_bubble_has_predicted_gains_of_changes(results: Results) -> None:
     causes = results.sizes[1].causes
     (bubble,) = (cause for cause in causes if cause.kind == "bubble")
     found = {gain.change: gain for gain in bubble.gains}
@@ -174,7 +174,7 @@ def observed(layout: Layout, *late: int, per_node: int = 8) -> Observed:
     return Observed(table, layout, per_node, 1.0)
 
 
-def test_heat_is_what_a_rank_has_more_than_its_peers() -> None:
+def test_heat_is_the_deviation_from_peers() -> None:
     found = heat(observed(Layout(pipeline=2, shard=4), 6))
     assert found is not None
     assert (found.unit, found.rows, found.stages, found.left_out) == (
@@ -187,7 +187,7 @@ def test_heat_is_what_a_rank_has_more_than_its_peers() -> None:
     assert heat(observed(Layout(pipeline=8))) is None
 
 
-def test_heat_of_many_ranks_is_that_of_their_nodes() -> None:
+def test_heat_of_many_ranks_is_per_node() -> None:
     found = heat(observed(Layout(shard=1024), 700))
     assert found is not None
     assert (found.unit, len(found.rows), found.left_out) == ("node", MOST_ROWS, 64)

@@ -45,7 +45,7 @@ def test_a_single_value_has_no_interval() -> None:
 
 
 @pytest.mark.parametrize("values", [[], [1.0, 0.0], [-1.0]])
-def test_what_is_no_speed_is_refused(values: list[float]) -> None:
+def test_invalid_speeds_are_refused(values: list[float]) -> None:
     with pytest.raises(ValueError, match="no estimate"):
         estimate(values)
 
@@ -55,7 +55,7 @@ def test_equal_values_have_a_ratio_without_width() -> None:
     assert (found.mean, found.low, found.high) == (1.0, 1.0, 1.0)
 
 
-def test_intervals_of_efficiencies_cover_95_times_of_100() -> None:
+def test_intervals_of_efficiencies_cover_95_percent() -> None:
     """With runs added until the interval is within 2 %, as `scale` does: this may not narrow it wrongly."""
     random = np.random.default_rng(3)
     for spread in (0.01, 0.02, 0.04):
@@ -91,7 +91,7 @@ def test_a_run_without_a_warm_up_keeps_all_but_one() -> None:
 
 
 @pytest.mark.parametrize("stages", [{1: 20.0}, {2: 3.0}, {1: 30.0, 6: 1.3}, {10: 1.25}, {5: 0.7}])
-def test_a_warm_up_is_found_whatever_its_stages(stages: dict[int, float]) -> None:
+def test_a_warm_up_of_several_stages_is_found(stages: dict[int, float]) -> None:
     def change(times: np.ndarray) -> None:
         begin = 0
         for end, factor in stages.items():

@@ -205,7 +205,7 @@ def test_header(folder: RunFolder, tmp_path: Path) -> None:
         "first-voyage\n",
         "qwen2, ",
         "8 ranks on 2 nodes x 4",
-        "8,192 tokens a step",
+        "8,192 tokens per step",
         "9.9M tokens",
         "cpu (no CUDA device here)",
         f"every {job.checkpoint.every_steps} steps",
@@ -386,7 +386,7 @@ def test_ranks_are_gpus_only_where_they_have_some(left_out: RunFolder) -> None:
     text = shown()
     assert "tok/s/GPU 1,140" in text
     assert "1,140 a GPU" in text
-    assert "312 MiB (GPU that uses most)" in text
+    assert "312 MiB (highest of any GPU)" in text
 
 
 @pytest.mark.parametrize(

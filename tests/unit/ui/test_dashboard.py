@@ -17,13 +17,13 @@ from seatrial.record.frontier import account
 from seatrial.record.metrics import MetricsRecord, MetricsWriter
 from seatrial.record.stages import BACKWARD, FORWARD, OWN, REPLICATE, STAGES, RankStages
 from seatrial.record.view import read_view
-from seatrial.ui.dashboard import KEYS, Shown, ViewName, draw
+from seatrial.ui.dashboard import KEYS, ViewName, ViewState, draw
 
 NODES, GPUS, SLOW, STEP_S = 128, 8, 517, 10.0
 
 
 @pytest.fixture
-def shown(tmp_path: Path) -> Shown:
+def shown(tmp_path: Path) -> ViewState:
     """128 nodes of 8 GPUs in two pipeline stages, the second of which has twice the work; rank 517 takes 8 % of a step more."""
     folder = RunFolder(tmp_path / "a-run")
     folder.control.mkdir(parents=True)
@@ -47,10 +47,10 @@ def shown(tmp_path: Path) -> Shown:
         found[rank] = RankStages(
             1, rank, NODES * GPUS, "cuda", 1, {}, steps, np.repeat(row[None], len(steps), 0)
         )
-    return Shown(read_view(folder), time.time(), account(found), 2, None, "no GPU", None)
+    return ViewState(read_view(folder), time.time(), account(found), 2, None, "no GPU", None)
 
 
-def lines(shown: Shown, which: ViewName, width: int, height: int) -> list[str]:
+def lines(shown: ViewState, which: ViewName, width: int, height: int) -> list[str]:
     out = io.StringIO()
     Console(file=out, width=width, height=height, force_terminal=True, color_system=None).print(
         draw(shown, which, width, height)
@@ -61,7 +61,7 @@ def lines(shown: Shown, which: ViewName, width: int, height: int) -> list[str]:
 @pytest.mark.parametrize("which", KEYS.values())
 @pytest.mark.parametrize(("width", "height"), [(200, 60), (110, 34), (80, 24), (20, 8)])
 def test_a_view_fills_the_terminal_and_no_more(
-    shown: Shown, which: ViewName, width: int, height: int
+    shown: ViewState, which: ViewName, width: int, height: int
 ) -> None:
     text = lines(shown, which, width, height)
     assert len(text) == height
@@ -69,16 +69,16 @@ def test_a_view_fills_the_terminal_and_no_more(
     assert "1 overview" in text[-1]
 
 
-def test_the_slow_rank_comes_first_with_its_node(shown: Shown) -> None:
+def test_the_slow_rank_comes_first_with_its_node(shown: ViewState) -> None:
     text = lines(shown, "ranks", 110, 34)
     first = text[next(i for i, line in enumerate(text) if line.startswith("rank  node")) + 1]
     assert first.split() == ["517", "64", "6.8", "s", "+8.0", "%", "of", "a", "step"]
     # The busier stage is not a deviation: no other rank has any.
     assert sum("+0.0 %" in line for line in text) > 3
-    assert "nodes that differ less are not shown" in " ".join(lines(shown, "ranks", 200, 20))
+    assert "nodes that deviate less are not shown" in " ".join(lines(shown, "ranks", 200, 20))
 
 
-def test_a_late_step_is_marked(shown: Shown) -> None:
+def test_a_late_step_is_marked(shown: ViewState) -> None:
     shown.view.state = "running"
     late = replace(shown, now=shown.now + 60)
     marked = []
@@ -90,7 +90,7 @@ def test_a_late_step_is_marked(shown: Shown) -> None:
     assert marked == [False, True]
 
 
-def test_what_needs_a_hand_comes_first(shown: Shown) -> None:
+def test_what_needs_attention_comes_first(shown: ViewState) -> None:
     data = {
         "rule": "gpu_hot",
         "since": 1.0,
@@ -114,7 +114,7 @@ def test_what_needs_a_hand_comes_first(shown: Shown) -> None:
 def test_an_empty_run_says_what_is_missing(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "empty")
     folder.control.mkdir(parents=True)
-    nothing = Shown(read_view(folder), time.time(), None, 1, None, "", None)
+    nothing = ViewState(read_view(folder), time.time(), None, 1, None, "", None)
     assert "no step yet" in " ".join(lines(nothing, "overview", 80, 24))
     assert "job.toml:0: cannot be used" in " ".join(lines(nothing, "overview", 80, 24))
     for which in ("ranks", "step"):

@@ -31,7 +31,7 @@ from seatrial.ui.account_svg import account_svg
 from seatrial.ui.plan_html import fit_page, page
 from seatrial.ui.png import png
 from seatrial.ui.scaling_svg import scaling_svg
-from seatrial.ui.svg import COLOURS, PAGE, written
+from seatrial.ui.svg import COLOURS, NARROW, PAGE, WIDTH, svg_text
 from seatrial.ui.waterfall import seconds, waterfall_lines
 from seatrial.ui.waterfall_svg import waterfall_svg
 
@@ -60,15 +60,18 @@ def texts(svg: Element) -> list[str]:
     return [e.text or "" for e in svg.iter("text")]
 
 
-def pictures() -> dict[str, Element]:
+def pictures(width: float = WIDTH) -> dict[str, Element]:
     a = told()
     assert a.weak is not None
     assert a.strong is not None
     return {
-        "waterfall": waterfall_svg(voyage(), title="Where <the> FLOPs & go", subtitle="a < b"),
-        "scaling": scaling_svg([a.weak, a.strong], title="Scaling <of> & more"),
+        "waterfall": waterfall_svg(voyage(), title="Where <the> FLOPs & go", subtitle="a < b", width=width),
+        "scaling": scaling_svg([a.weak, a.strong], title="Scaling <of> & more", width=width),
         "memory": account_svg(
-            account(a.job.architecture, a.own.recipe, stack=a.stack), a.own.room, title="Memory <on> & off"
+            account(a.job.architecture, a.own.recipe, stack=a.stack),
+            a.own.room,
+            title="Memory <on> & off",
+            width=width,
         ),
     }
 
@@ -77,7 +80,7 @@ def pictures() -> dict[str, Element]:
 @pytest.mark.parametrize("name", ["waterfall", "scaling", "memory"])
 def test_a_picture_is_a_document_of_its_own(name: str) -> None:
     picture = pictures()[name]
-    svg = written(picture)
+    svg = svg_text(picture)
     root = ElementTree.fromstring(svg)
     assert root.tag == f"{SVG}svg"
     assert root.get("role") == "img"
@@ -93,9 +96,10 @@ def test_a_picture_is_a_document_of_its_own(name: str) -> None:
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|<script|url\(|@import|href=", svg)
 
 
+@pytest.mark.parametrize("of", [WIDTH, NARROW])
 @pytest.mark.parametrize("name", ["waterfall", "scaling", "memory"])
-def test_nothing_stands_outside_the_picture(name: str) -> None:
-    root = ElementTree.fromstring(written(pictures()[name]))
+def test_nothing_stands_outside_the_picture(name: str, of: float) -> None:
+    root = ElementTree.fromstring(svg_text(pictures(of)[name]))
     _, _, width, height = map(float, (root.get("viewBox") or "").split())
     for e in root.iter(f"{SVG}rect"):
         assert float(e.get("x", 0)) + float(e.get("width", 0)) <= width + 0.01
@@ -238,9 +242,9 @@ def test_the_page_needs_nothing_else_and_says_everything() -> None:
         "Sources",
     ):
         assert f"<h2>{heading}" in html
-    assert html.count("<svg") == 3
+    assert html.count("<svg") == 6  # for wide pages and for narrow ones
     ids = re.findall(r' id="([^"]+)"', html)
-    assert len(ids) == len(set(ids)) == 6
+    assert len(ids) == len(set(ids)) == 12
     assert "prefers-color-scheme:dark" in html
 
 
@@ -309,3 +313,15 @@ def test_libraries_are_loaded_for_a_page_or_png_only() -> None:
     modules = "sys, seatrial.ui.plan_html, seatrial.ui.png, seatrial.check.reports.report_html"
     code = f"import {modules}; sys.exit(bool({{'matplotlib', 'jinja2'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_tight_is_a_badge_and_speed_has_its_interval() -> None:
+    html = page(told(), verdict="v")
+    badge = '<span class="badge" title="may run out of memory">tight</span>'
+    assert badge in html
+    assert " !<" not in html
+    p = told().own.prediction
+    assert p is not None
+    rate, interval = re.search(r"<b>([\d,]+)</b><span>(tokens/s/GPU[^<]*)</span>", html).groups()  # type: ignore[union-attr]
+    assert rate == f"{p.tokens_per_s_per_gpu:,.0f}"
+    assert interval.startswith("tokens/s/GPU; 85 % interval ")

@@ -73,8 +73,8 @@ def test_each_part_has_its_ratio_to_the_plan(tmp_path: Path) -> None:
     # A prediction calibrated by this very run would be its own measurement.
     assert not 0.99 < ratio < 1.01
     text = told(folder)
-    assert f"model FLOPs 40 % ({rows['model FLOPs']['ratio']:.2f} of plan)" in text
-    assert f"host 5 %, step {ratio:.2f} of plan" in text
+    assert f"model FLOPs 40 % ({rows['model FLOPs']['ratio']:.2f} x plan)" in text
+    assert f"host 5 %, step {ratio:.2f} x plan" in text
     assert "computation below peak: GEMMs below peak" in text
     assert "not part of a predicted step: host" in text
 
@@ -91,7 +91,7 @@ def test_on_a_cpu_it_is_seconds_of_a_step_only(tmp_path: Path) -> None:
 
 
 def test_fewer_ranks_than_the_job_has_are_not_compared(tmp_path: Path) -> None:
-    assert "no prediction: 6 ranks ran of the 8 in the job" in told(run_on(tmp_path, "NVIDIA H200", 6))
+    assert "no prediction: 6 ranks ran, the job has 8" in told(run_on(tmp_path, "NVIDIA H200", 6))
 
 
 def test_damaged_files_are_said(tmp_path: Path) -> None:

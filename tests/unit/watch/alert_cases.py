@@ -10,7 +10,7 @@ from seatrial.record.alerting import Alert
 from seatrial.record.events import Event
 from seatrial.record.metrics import MetricsRecord
 from seatrial.record.telemetry import Sample
-from seatrial.watch.alerts.conditions import CONDITIONS, Found
+from seatrial.watch.alerts.conditions import CONDITIONS, ConditionMatch
 from seatrial.watch.alerts.situation import Situation
 
 NOW = 1_800_000_000.0
@@ -49,7 +49,7 @@ def situation(**more: Any) -> Situation:
     return Situation(**plain | {"events": [], "steps": steps(300)} | more)
 
 
-def judge(rule: str, held: Alert | None = None, **more: Any) -> Found | None:
+def judge(rule: str, held: Alert | None = None, **more: Any) -> ConditionMatch | None:
     return CONDITIONS[rule](situation(**more), rules()[rule], held)
 
 

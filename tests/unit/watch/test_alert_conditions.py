@@ -33,7 +33,7 @@ def test_a_healthy_run_has_no_alert() -> None:
 
 
 @pytest.mark.parametrize("kind", ["nonfinite", "loss_spike", "corruption", "straggler"])
-def test_what_the_run_found_is_referred_to(kind: str) -> None:
+def test_events_of_the_run_raise_alerts(kind: str) -> None:
     window = rules()[kind].limits["window_s"]
     seen = event(kind, 60, node=3, rank=25, signal=kind, evidence={"value": 9.0})
     found = judge(kind, events=[event(kind, 90, node=1), seen])
@@ -80,7 +80,7 @@ def test_64_hot_nodes_are_one_alert() -> None:
     assert "nodes 0-63: 89 °C" in found.message
 
 
-def test_between_clear_and_limit_it_stays_and_none_begins() -> None:
+def test_between_clear_and_limit_alerts_do_not_change() -> None:
     held = fired("gpu_hot", samples=samples({1: {HOT: 88.0}}))
     between = samples({1: {HOT: 84.0}, 2: {HOT: 84.0}})
     found = judge("gpu_hot", held, samples=between)
@@ -90,7 +90,7 @@ def test_between_clear_and_limit_it_stays_and_none_begins() -> None:
     assert judge("gpu_hot", held, samples=samples({1: {HOT: 81.0}})) is None
 
 
-def test_a_node_that_is_not_read_is_not_healthy() -> None:
+def test_a_node_without_telemetry_is_not_resolved() -> None:
     held = fired("gpu_hot", samples=samples({1: {HOT: 88.0}}))
     old = samples({1: {HOT: 20.0}}, ago=300)
     found = judge("gpu_hot", held, samples=old, training=[1])
@@ -100,7 +100,7 @@ def test_a_node_that_is_not_read_is_not_healthy() -> None:
     assert judge("gpu_hot", samples=samples({1: {HOT: 99.0}}, ago=300)) is None
 
 
-def test_the_power_cap_is_no_throttling() -> None:
+def test_the_power_cap_does_not_count_as_throttling() -> None:
     assert judge("gpu_throttled", samples=samples({0: {CAPPED: 1.0, THERMAL: 0.05}})) is None
     found = judge("gpu_throttled", samples=samples({0: {THERMAL: 0.25}}))
     assert found is not None
@@ -132,7 +132,7 @@ def test_a_throughput_drop_stays_until_it_is_over() -> None:
     assert judge("throughput_drop", held, steps=steps(900, tokens_per_s_per_gpu=95.0)) is None
 
 
-def test_a_slow_step_or_the_first_of_a_generation_is_no_drop() -> None:
+def test_single_slow_steps_are_no_throughput_drop() -> None:
     rare = steps(300, tokens_per_s_per_gpu=lambda step: 10.0 if step % 10 == 0 else 100.0)
     assert judge("throughput_drop", steps=rare) is None
     each = steps(

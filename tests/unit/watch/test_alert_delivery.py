@@ -55,10 +55,10 @@ class Sent:
 
 class Deliveries:
     def __init__(self, file: Path) -> None:
-        self.file, self.told, self.open = file, list[msg.FromMonitor](), list[Delivery]()
+        self.file, self.sent, self.open = file, list[msg.FromMonitor](), list[Delivery]()
 
     def start(self, receiver: Sent, known: list[Alert] | None = None) -> Delivery:
-        self.open.append(Delivery([receiver], self.file, self.told.append))
+        self.open.append(Delivery([receiver], self.file, self.sent.append))
         self.open[-1].start(known or [])
         return self.open[-1]
 
@@ -72,7 +72,7 @@ def deliveries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Deli
         each.close(time.monotonic() + 5)
 
 
-def test_it_is_delivered_once_and_so_is_its_end(deliveries: Deliveries) -> None:
+def test_firing_and_resolution_are_delivered_once(deliveries: Deliveries) -> None:
     to = Sent()
     line = deliveries.start(to)
     line.add(HOT)
@@ -100,7 +100,7 @@ def test_a_restarted_monitor_delivers_what_is_missing(deliveries: Deliveries) ->
     assert [(a.rule, a.state) for a in last.got] == [("gpu_hot", "resolved")]
 
 
-def test_failures_are_told_once_and_tried_again(deliveries: Deliveries) -> None:
+def test_failed_deliveries_are_reported_once_and_retried(deliveries: Deliveries) -> None:
     to = Sent()
     to.fails = True
     line = deliveries.start(to)
@@ -108,12 +108,12 @@ def test_failures_are_told_once_and_tried_again(deliveries: Deliveries) -> None:
     wait(lambda: to.attempts == 3)
     to.fails = False
     wait(lambda: to.got)
-    (told,) = deliveries.told
-    assert isinstance(told, msg.MonitorFailed)
-    assert (told.kind, told.data) == ("alert_delivery_failed", {"to": "webhook", "error": "down"})
+    (sent,) = deliveries.sent
+    assert isinstance(sent, msg.MonitorFailed)
+    assert (sent.kind, sent.data) == ("alert_delivery_failed", {"to": "webhook", "error": "down"})
 
 
-def test_it_gives_up_and_begins_anew_with_the_next_alert(deliveries: Deliveries) -> None:
+def test_after_giving_up_the_next_alert_is_tried(deliveries: Deliveries) -> None:
     to = Sent()
     to.fails = True
     line = deliveries.start(to)
@@ -123,10 +123,10 @@ def test_it_gives_up_and_begins_anew_with_the_next_alert(deliveries: Deliveries)
     line.add(alert("straggler"))
     wait(lambda: to.got)
     assert [a.rule for a in to.got] == ["straggler"]
-    assert len(deliveries.told) == 1
+    assert len(deliveries.sent) == 1
 
 
-def test_what_was_over_before_it_could_be_delivered_is_not(deliveries: Deliveries) -> None:
+def test_alerts_resolved_before_delivery_are_dropped(deliveries: Deliveries) -> None:
     to = Sent()
     to.fails = True
     line = deliveries.start(to)
@@ -138,7 +138,7 @@ def test_what_was_over_before_it_could_be_delivered_is_not(deliveries: Deliverie
     assert to.got == []
 
 
-def test_firing_ones_are_refreshed_until_the_end(deliveries: Deliveries) -> None:
+def test_firing_alerts_are_refreshed_until_resolved(deliveries: Deliveries) -> None:
     to = Sent(refresh_s=0.01)
     line = deliveries.start(to)
     line.add(HOT)
@@ -150,7 +150,7 @@ def test_firing_ones_are_refreshed_until_the_end(deliveries: Deliveries) -> None
     assert [a.state for a in to.got].count("resolved") == 1
 
 
-def test_a_full_disk_holds_up_no_alert(deliveries: Deliveries) -> None:
+def test_a_full_disk_does_not_stop_delivery(deliveries: Deliveries) -> None:
     deliveries.file = Path("/dev/full/nowhere")
     to = Sent()
     deliveries.start(to).add(HOT)
@@ -158,7 +158,7 @@ def test_a_full_disk_holds_up_no_alert(deliveries: Deliveries) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"webhook": 3}', '{"webhook": {"gpu_hot": 7}}'])
-def test_a_damaged_file_of_deliveries_is_no_failure(deliveries: Deliveries, content: str) -> None:
+def test_a_damaged_delivery_file_is_ignored(deliveries: Deliveries, content: str) -> None:
     deliveries.file.write_text(content)
     to = Sent()
     deliveries.start(to, [HOT])
@@ -179,7 +179,7 @@ def test_a_webhook_gets_text_and_fields(hook: Receiver, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("status", [302, 400, 404, 500])
-def test_another_answer_is_a_failure(hook: Receiver, status: int) -> None:
+def test_a_non_2xx_response_is_a_failure(hook: Receiver, status: int) -> None:
     hook.status = status
     with pytest.raises(Undelivered, match=f"HTTP status {status}") as caught:
         receivers.Webhook(lambda: f"{hook.address}/{SECRET}", "a-run").send(HOT, NOW)
@@ -199,7 +199,7 @@ def test_another_answer_is_a_failure(hook: Receiver, status: int) -> None:
         SECRET,
     ],
 )
-def test_the_address_is_in_no_error(address: str) -> None:
+def test_webhook_address_is_never_in_an_error(address: str) -> None:
     with pytest.raises(Undelivered) as caught:
         receivers.Webhook(lambda: address, "a-run").send(HOT, NOW)
     assert SECRET not in str(caught.value)

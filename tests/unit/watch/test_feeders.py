@@ -1,4 +1,4 @@
-"""The processes that push a live run: one that fails or hangs is told once, started again, and harms nothing."""
+"""The processes that push a live run: one that fails or hangs is reported once, restarted, and harms nothing."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ def until(feeders: Feeders, condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.timed
-def test_each_has_a_process_and_none_holds_up_another(folder: RunFolder) -> None:
-    told: list[msg.MonitorFailed] = []
+def test_trackers_have_separate_independent_processes(folder: RunFolder) -> None:
+    sent: list[msg.MonitorFailed] = []
     feeders = Feeders(
         folder,
         ["hangs", "raises", "lines"],
-        told.append,  # type: ignore[arg-type]
+        sent.append,  # type: ignore[arg-type]
         silent_s=6.0,
         again_s=0.1,
     )
@@ -90,7 +90,7 @@ def test_each_has_a_process_and_none_holds_up_another(folder: RunFolder) -> None
             feeders,
             lambda: (
                 read_progress(folder, "lines").step == read_progress(folder, "raises").step == 8
-                and any(t.data["tracker"] == "hangs" for t in told)
+                and any(t.data["tracker"] == "hangs" for t in sent)
             ),
         )
         hung = next(f for f in feeders._feeders if f.name == "hangs")
@@ -98,11 +98,11 @@ def test_each_has_a_process_and_none_holds_up_another(folder: RunFolder) -> None
     # The run has ended.
     until(feeders, lambda: all(f.done for f in feeders._feeders if f is not hung))
     feeders.close(time.monotonic() + 0.1)
-    assert sorted(t.data["tracker"] for t in told) == ["hangs", "raises"], "once each"
-    assert {t.kind for t in told} == {"tracker_failed"}
-    why = {t.data["tracker"]: t.message.partition(" failed: ")[2] for t in told}
-    assert why["raises"].startswith("ConnectionError: the tracker's server is gone; again in ")
-    assert why["hangs"].startswith("it hangs: no sign of life for 6 s")
+    assert sorted(t.data["tracker"] for t in sent) == ["hangs", "raises"], "once each"
+    assert {t.kind for t in sent} == {"tracker_failed"}
+    why = {t.data["tracker"]: t.message.partition(" failed: ")[2] for t in sent}
+    assert why["raises"].startswith("ConnectionError: the tracker's server is gone; restarting in ")
+    assert why["hangs"].startswith("it hangs: no heartbeat for 6 s")
     assert f"seatrial watch {folder.path} --to hangs" in why["hangs"]
     lines = (folder.reports / "lines.txt").read_text().splitlines()
     assert [line.split(":")[0] for line in lines if line.startswith("step")] == [
@@ -128,7 +128,7 @@ def test_the_rest_is_pushed_while_the_run_is_still_locked(folder: RunFolder) -> 
     assert read_progress(folder, "lines").ended
 
 
-def test_no_program_of_a_tracker_is_left(folder: RunFolder) -> None:
+def test_child_processes_of_a_tracker_are_killed(folder: RunFolder) -> None:
     feeders = Feeders(folder, ["hangs"], lambda failed: None)
     with open(lock.acquire(folder.lock), "rb"):
         until(feeders, lambda: read_progress(folder, "hangs").id is not None)

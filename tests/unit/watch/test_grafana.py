@@ -69,7 +69,7 @@ def test_every_series_is_in_a_panel_or_a_rule() -> None:
     assert TABLE - used == {"seatrial_gpu_info", "seatrial_run_checkpoints"}
 
 
-def test_a_rule_has_all_that_a_person_needs() -> None:
+def test_a_rule_has_summary_description_and_command() -> None:
     for each in alert_rules():
         assert each.rule.severity in ("warning", "error")
         assert each.rule.source
@@ -111,27 +111,27 @@ def test_named_runs_are_in_the_example(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "stderr"),
     [
         (["--grafana", "a-file"], "cannot write to a-file: "),
         (["--grafana", "a-file/below"], "cannot write to a-file/below: Not a directory"),
         (["no-such-run", "--grafana", "out"], "no-such-run"),
-        (["--grafana", "out", "--once"], "--once has no meaning with --grafana"),
+        (["--grafana", "out", "--once"], "--once cannot be combined with --grafana"),
         ([], "name one run"),
         (["one", "two"], "name one run"),
     ],
 )
-def test_what_cannot_be_written_is_said(
+def test_wrong_grafana_arguments_are_refused(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     arguments: list[str],
-    told: str,
+    stderr: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a-file").touch()
     assert main(["watch", *arguments]) == 2
-    assert told in capsys.readouterr().err
+    assert stderr in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -224,7 +224,7 @@ FIRES: dict[str, list[dict[str, str]]] = {
 LATER_S = 40 * 60
 
 
-def test_every_rule_is_tried() -> None:
+def test_every_rule_has_a_promtool_test() -> None:
     assert set(FIRES) == {each.name for each in alert_rules()}
 
 

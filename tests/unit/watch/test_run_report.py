@@ -146,9 +146,7 @@ def document_of(folder: RunFolder, capsys: pytest.CaptureFixture[str], *more: st
     return found
 
 
-def test_what_the_folder_holds_is_in_the_report(
-    folder: RunFolder, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_report_has_all_data_of_the_folder(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     found = document_of(folder, capsys, "--price", "2.5")
     assert (found["state"], found["step"], found["steps"]) == ("finished", 60, 60)
     seconds = found["goodput"]["seconds"]
@@ -172,7 +170,7 @@ def test_what_the_folder_holds_is_in_the_report(
     assert set(found["missing"]) == {"prediction"}
 
 
-def test_what_is_missing_is_said(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_data_is_listed(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.rmtree(folder.reports)
     shutil.rmtree(folder.path.parent / ".scale")
     shutil.rmtree(folder.ranks)
@@ -195,7 +193,7 @@ def test_a_run_that_never_began(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["report", str(folder.path)]) == 0
 
 
-def test_hostile_records_stay_text(folder: RunFolder) -> None:
+def test_hostile_records_are_escaped(folder: RunFolder) -> None:
     assert main(["report", str(folder.path)]) == 0
     text = (folder.reports / "report.html").read_text()
     page = Page(text)
@@ -247,6 +245,6 @@ def test_a_browser_shows_it_without_scrolling_sideways(folder: RunFolder, width:
     found = subprocess.run(
         [str(each) for each in command], capture_output=True, text=True, timeout=60, check=True
     )
-    told = next(line for line in found.stdout.split("<") if "WIDTH" in line).split("WIDTH ")[1].split()
-    assert int(told[0]) <= width
-    assert told[1:] == ["0", "0"]
+    printed = next(line for line in found.stdout.split("<") if "WIDTH" in line).split("WIDTH ")[1].split()
+    assert int(printed[0]) <= width
+    assert printed[1:] == ["0", "0"]

@@ -56,9 +56,9 @@ def test_tensorboard_has_the_last_value_of_each_step(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     write(tmp_path / "run", RECORDS[:7], EVENTS[:4])
-    feed(RunFolder(tmp_path / "run"), "tensorboard", tell=lambda text: None)
+    feed(RunFolder(tmp_path / "run"), "tensorboard", report=lambda text: None)
     write(tmp_path / "run", RECORDS[7:], EVENTS[4:])
-    pushed = feed(RunFolder(tmp_path / "run"), "tensorboard", tell=lambda text: None)
+    pushed = feed(RunFolder(tmp_path / "run"), "tensorboard", report=lambda text: None)
     assert (pushed.steps, pushed.events) == (3, 1)
     found = EventAccumulator(str(tmp_path / "run/tensorboard"))
     found.Reload()
@@ -101,8 +101,8 @@ def test_wandb_offline_has_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert row["step"] == wanted.step
         assert row["_timestamp"] == wanted.time
         assert {n: row[n] for n in values_of(wanted)} == values_of(wanted)
-    told = [(row["event"], row["step"]) for row in rows if "event" in row]
-    assert told == [("run_started", 0), ("rank_failed", 6), ("recovered", 6), ("run_finished", 8)]
+    pushed = [(row["event"], row["step"]) for row in rows if "event" in row]
+    assert pushed == [("run_started", 0), ("rank_failed", 6), ("recovered", 6), ("run_finished", 8)]
     assert ids == {read_progress(folder, "wandb").id}, "one run"
     assert config["train.steps"] == 8
     assert codes == [1, 0], "it had finished only the second time"
@@ -176,8 +176,8 @@ def quiet(text: str) -> None:
     pass
 
 
-def test_events_come_between_the_steps_that_they_came_between(folder: RunFolder, memory: list[Any]) -> None:
-    feed(folder, "memory", tell=quiet)
+def test_events_are_pushed_in_order_with_steps(folder: RunFolder, memory: list[Any]) -> None:
+    feed(folder, "memory", report=quiet)
     config = {"name": "run", "train.steps": 8, "train.global_batch": 4, "optimizer.lr": 0.001}
     assert memory == [
         ("begin", None, 0, config), ("run_started", 0, 1), 1, 2, 3, 4, 5, 6,
@@ -187,12 +187,12 @@ def test_events_come_between_the_steps_that_they_came_between(folder: RunFolder,
 
 
 def test_nothing_is_pushed_twice(folder: RunFolder, memory: list[Any]) -> None:
-    feed(folder, "memory", tell=quiet)
+    feed(folder, "memory", report=quiet)
     memory.clear()
-    assert feed(folder, "memory", tell=quiet).steps == 0
+    assert feed(folder, "memory", report=quiet).steps == 0
     assert memory == [], "the tracker is not even asked"
     write(folder.path, [record(9, 2)], [Event(1050.0, 2, "rank_failed", "error", "again")])
-    feed(folder, "memory", tell=quiet)
+    feed(folder, "memory", report=quiet)
     assert memory == [
         ("begin", "first", 8, memory[0][3]), 9, "flush", ("rank_failed", 9, 2), "flush", ("end", "finished"),
     ]  # fmt: skip
@@ -214,43 +214,45 @@ def test_a_live_run_is_followed_to_its_end(
             open(fd, "rb").close()
 
     monkeypatch.setattr(feed_module.time, "sleep", sleep)
-    assert feed(folder, "memory", tell=quiet).steps == len(RECORDS)
+    assert feed(folder, "memory", report=quiet).steps == len(RECORDS)
     assert [each for each in memory if isinstance(each, int)] == [r.step for r in RECORDS]
 
 
-def test_after_a_failure_it_goes_on_where_it_was(
+def test_after_a_failure_pushing_resumes(
     tmp_path: Path, memory: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path / "run", RECORDS[:4], EVENTS[:1])
     folder = RunFolder(tmp_path / "run")
-    feed(folder, "memory", tell=quiet)
+    feed(folder, "memory", report=quiet)
     write(tmp_path / "run", RECORDS[4:6], [])
     Memory.fail_at = 6
     with pytest.raises(ConnectionError):
-        feed(folder, "memory", tell=quiet)
+        feed(folder, "memory", report=quiet)
     memory.clear()
     Memory.fail_at = None
-    feed(folder, "memory", tell=quiet)
+    feed(folder, "memory", report=quiet)
     assert [each for each in memory if isinstance(each, int)] == [5, 6], "the part that was not acknowledged"
 
 
 def test_only_one_process_pushes(folder: RunFolder, memory: list[Any]) -> None:
     folder.trackers.mkdir()
     with open(lock.acquire(folder.trackers / "memory.lock"), "rb"), pytest.raises(RunFailed, match="already"):
-        feed(folder, "memory", tell=quiet)
+        feed(folder, "memory", report=quiet)
 
 
 def test_damaged_progress_is_refused(folder: RunFolder, memory: list[Any]) -> None:
-    feed(folder, "memory", tell=quiet)
+    feed(folder, "memory", report=quiet)
     (folder.trackers / "memory.json").write_text("{")
-    with pytest.raises(InputError, match="unknown what was pushed"):
-        feed(folder, "memory", tell=quiet)
+    with pytest.raises(InputError, match="unknown what was already pushed"):
+        feed(folder, "memory", report=quiet)
 
 
 # -- the command and the job file
 
 
-def test_the_verb(folder: RunFolder, memory: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_watch_to_pushes_a_run(
+    folder: RunFolder, memory: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["watch", str(folder.path), "--to", "memory"]) == 0
     said = capsys.readouterr()
     assert said.out == "pushed 10 steps and 4 events to memory as first\n"
@@ -270,10 +272,10 @@ def test_a_missing_package_is_named(folder: RunFolder, monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.delitem(sys.modules, "seatrial.watch.trackers.wandb", raising=False)
     with pytest.raises(InputError) as caught:
-        feed(folder, "wandb", tell=quiet)
+        feed(folder, "wandb", report=quiet)
     assert caught.value.hint == 'pip install "seatrial[wandb]"'
     assert not (folder.trackers / "wandb.json").exists()
 
 
-def test_the_names_of_the_extras() -> None:
+def test_extras_match_the_trackers() -> None:
     assert list(TRACKERS.own) == ["tensorboard", "wandb", "mlflow"]

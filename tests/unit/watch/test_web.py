@@ -106,13 +106,13 @@ def log_in(client: TestClient, token: str, **headers: str) -> Any:
         ("evil.example", False), ("localhost.evil.example", False), ("", False), ("127.0.0.1.evil.example:8470", False),
     ],
 )  # fmt: skip
-def test_another_name_is_refused(client: TestClient, host: str, answered: bool) -> None:
+def test_an_unknown_host_name_is_refused(client: TestClient, host: str, answered: bool) -> None:
     assert answers_to(host) is answered
     assert client.get("/api/runs", headers={"host": host}).status_code == (200 if answered else 421)
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
-def test_it_only_reads(client: TestClient, method: str) -> None:
+def test_only_get_is_allowed(client: TestClient, method: str) -> None:
     for path in ("/", "/api/runs", "/static/app.css"):
         assert client.request(method, path).status_code == 405
 
@@ -140,7 +140,7 @@ def test_the_page_has_no_inline_script_or_style() -> None:
             )
 
 
-def test_nothing_without_the_token(guarded: TestClient) -> None:
+def test_every_path_requires_the_token(guarded: TestClient) -> None:
     paths = ("/api/runs", "/static/main.js", "/metrics", "/api/run/x/stream", "/api/compare", "/nothing")
     for path in paths:
         assert guarded.get(path).status_code == 401, path
@@ -159,13 +159,13 @@ def test_nothing_without_the_token(guarded: TestClient) -> None:
     assert b'id="nav"' in guarded.get("/").content
 
 
-def test_prometheus_gives_the_token_as_bearer(guarded: TestClient) -> None:
+def test_metrics_accept_the_token_as_bearer(guarded: TestClient) -> None:
     headers = {"authorization": f"Bearer {TOKEN}"}
     assert b"seatrial_run_step" in guarded.get("/metrics", headers=headers).content
     assert guarded.get("/api/runs", headers=headers).status_code == 401
 
 
-def test_guessing_is_limited(guarded: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_tokens_are_rate_limited(guarded: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [log_in(guarded, f"guess {n}").status_code for n in range(7)] == [403] * 5 + [429] * 2
     assert log_in(guarded, TOKEN).status_code == 429
     at = time.monotonic() + 61
@@ -173,7 +173,7 @@ def test_guessing_is_limited(guarded: TestClient, monkeypatch: pytest.MonkeyPatc
     assert log_in(guarded, TOKEN).status_code == 200
 
 
-def test_the_token_is_kept_for_its_owner_alone(tmp_path: Path) -> None:
+def test_the_token_file_is_private(tmp_path: Path) -> None:
     path = tmp_path / "made" / "token"
     token, new = make_token(path)
     assert new
@@ -197,7 +197,7 @@ def test_the_token_is_kept_for_its_owner_alone(tmp_path: Path) -> None:
         "/api/run/RUN/log?generation=../..&id=/etc/passwd", "/api/run/RUN/page/..", "/api/run/RUN/page/%00",
     ],
 )  # fmt: skip
-def test_nothing_but_what_is_looked_up(client: TestClient, run: RunFolder, path: str) -> None:
+def test_paths_cannot_escape_the_run_folder(client: TestClient, run: RunFolder, path: str) -> None:
     answer = client.get(path.replace("RUN", run.path.name))
     assert answer.status_code == 404
     assert b"global_batch" not in answer.content
@@ -206,10 +206,10 @@ def test_nothing_but_what_is_looked_up(client: TestClient, run: RunFolder, path:
 def test_the_first_screen(client: TestClient, run: RunFolder) -> None:
     moment = MomentReader(run).poll()
     document = json.loads(encode(now(moment)))
-    assert list(document)[1:8] == ["state", "moving", "hand", "lost", "reserve", "checkpoint", "heat"]
-    (hand,) = document["hand"]
-    assert (hand["node"], hand["rank"], hand["what"]) == (5, 2, "rank 2 failed")
-    assert hand["command"] == f"seatrial logs '{run.path}' --rank 2"
+    assert list(document)[1:8] == ["state", "moving", "attention", "lost", "reserve", "checkpoint", "heat"]
+    (item,) = document["attention"]
+    assert (item["node"], item["rank"], item["what"]) == (5, 2, "rank 2 failed")
+    assert item["command"] == f"seatrial logs '{run.path}' --rank 2"
     assert document["moving"]["step"] == 3
     heat_map = document["heat"]
     assert (heat_map["nodes"], heat_map["columns"]) == ([0, 5], [0, 1])
@@ -226,7 +226,7 @@ def test_any_metric_can_be_mapped(client: TestClient, run: RunFolder) -> None:
     assert (found["nodes"], found["columns"], found["values"]) == ([5], ["0", "1"], [[61.0, 55.0]])
     assert client.get(f"/api/run/{name}/heat?metric=no").json()["why"]
     old = client.get(f"/api/run/{name}/series?node=5&metric=telemetry:gpu_temperature_celsius").json()
-    assert old["missing"] == ["node 5 recorded nothing of it in the last 24 hours"]
+    assert old["missing"] == ["node 5 did not record it in the last 24 hours"]
     found = heat.over_time(run, 5, "telemetry:gpu_temperature_celsius", 1e9 + 60)["blocks"][0]
     assert (found["x"], [line["y"] for line in found["series"]]) == ([1e9], [[61.0], [55.0]])
 
@@ -246,7 +246,7 @@ def test_a_log_is_read_from_its_end_and_followed(client: TestClient, run: RunFol
         assert client.get(f"{where}&after={last['to']}").json()["lines"] == ["new"]
 
 
-def test_a_huge_log_costs_no_more_than_its_end(client: TestClient, run: RunFolder) -> None:
+def test_only_the_end_of_a_large_log_is_read(client: TestClient, run: RunFolder) -> None:
     path = run.rank_log(1, 0, 0)
     with open(path, "r+b") as file:
         file.truncate(20 << 30)
@@ -269,14 +269,14 @@ def test_runs_of_a_folder_are_listed_and_compared(run: RunFolder) -> None:
         assert client.get("/api/compare?run=none").status_code == 404
 
 
-def test_pages_are_shared_and_not_sent_twice(client: TestClient, run: RunFolder) -> None:
+def test_pages_are_cached_and_have_an_etag(client: TestClient, run: RunFolder) -> None:
     for path in (f"/api/run/{run.path.name}/page/events", "/static/main.js"):
         first = client.get(path)
         assert client.get(path, headers={"if-none-match": first.headers["etag"]}).status_code == 304
     assert first.headers["content-encoding"] == "gzip"
 
 
-def test_a_stream_sends_changes_alone_and_ends() -> None:
+def test_a_stream_sends_only_changes_and_ends() -> None:
     async def watch() -> list[bytes]:
         feed = Feed(asyncio.get_running_loop())
         stream = feed.stream()
@@ -295,7 +295,7 @@ def test_a_stream_sends_changes_alone_and_ends() -> None:
     assert asyncio.run(watch()) == [b'data: {"a":1,"b":"NaN"}\n\n', b'data: {"b":2}\n\n']
 
 
-def test_uplot_is_what_was_published() -> None:
+def test_vendored_uplot_matches_its_hash() -> None:
     folder = Path(heat.__file__).parent / "static" / "uplot"
     vendored = json.loads((folder / "vendored.json").read_text())
     page = (folder.parent / "index.html").read_text()
@@ -308,7 +308,7 @@ def test_uplot_is_what_was_published() -> None:
 
 
 @pytest.mark.cluster  # for its time: it starts no cluster
-def test_a_damaged_folder_is_shown_as_far_as_it_can_be(tmp_path: Path) -> None:
+def test_a_damaged_folder_is_still_shown(tmp_path: Path) -> None:
     (tmp_path / "world").mkdir()
     whole, path = World(tmp_path / "world").run, tmp_path / "runs" / "damaged"
     for rank in range(8):
@@ -340,7 +340,7 @@ def test_a_damaged_folder_is_shown_as_far_as_it_can_be(tmp_path: Path) -> None:
     assert noticed > 8
 
 
-def test_an_open_alert_needs_a_hand(tmp_path: Path) -> None:
+def test_an_open_alert_needs_attention(tmp_path: Path) -> None:
     folder = write_run(RunFolder(tmp_path / "run"))
     folder.events.write_text("".join(folder.events.read_text().splitlines(True)[:-1]))  # it did not fail
     alert = {
@@ -354,9 +354,11 @@ def test_an_open_alert_needs_a_hand(tmp_path: Path) -> None:
     for state in ("firing", "resolved"):
         moment = MomentReader(folder).poll()
         moment.view.state = "running"
-        assert [item["what"] for item in now(moment)["hand"]] == ([] if state == "firing" else ["GPU is hot"])
+        assert [item["what"] for item in now(moment)["attention"]] == (
+            [] if state == "firing" else ["GPU is hot"]
+        )
         events.append(
             folder, "alert", "GPU is hot", severity="warning", generation=1, data={**alert, "state": state}
         )
-    assert "celsius 91.5" in str(now(moment)["hand"])
-    assert now(MomentReader(folder).poll())["hand"][0]["what"].startswith("stopped")
+    assert "celsius 91.5" in str(now(moment)["attention"])
+    assert now(MomentReader(folder).poll())["attention"][0]["what"].startswith("stopped")

@@ -54,7 +54,7 @@ class Blame:
 
     @property
     def culprit(self) -> tuple[object, ...]:
-        """What is blamed, for comparison."""
+        """The blamed part, for comparison."""
         return (self.kind, self.node, self.gpu, self.link, self.rail, self.leaf)
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ class Blame:
 
     @property
     def target(self) -> Target:
-        """What is blamed, as findings name it; a switch is in the field of the peer."""
+        """The blamed part as a finding's target; a switch is in the field `peer`."""
         return Target(self.node, self.gpu, self.pci, self.link, self.port, self.leaf)
 
     def finding(self) -> Finding:

@@ -164,7 +164,7 @@ class SimulatedBench:
         self.devices = tuple(f"mlx5_{r}/1" for r in range(shape.rails))
         self._strew(rng)
         for node, overrides in cluster.overrides.items():
-            self._tell(node, overrides)
+            self._apply_overrides(node, overrides)
         for fault in cluster.faults:
             self._break(fault, gpu, rng)
         self._pair_rounds = 0
@@ -198,7 +198,7 @@ class SimulatedBench:
         port = (device, int(number), "MT4129", "ACTIVE", "InfiniBand", self.cluster.gbit_s)
         self._counters[node, rail] = (Port(*port, counters=dict(before)), Port(*port, counters=dict(after)))
 
-    def _tell(self, node: int, overrides: NodeOverrides) -> None:
+    def _apply_overrides(self, node: int, overrides: NodeOverrides) -> None:
         for name, values in overrides.rates.items():
             self._rate[name][node] = values
         if overrides.rail_gbit_s is not None:

@@ -92,10 +92,10 @@ def _read_all(places: Sequence[tuple[Path, str | None]], progress: Progress) -> 
     total = 0 if any(str(path) == STDIN for path, _ in places) else sum(sizes)
     befores = accumulate(sizes, initial=0)
     for (path, node), before in zip(places, befores, strict=False):
-        yield from _pieces(path, node, partial(_tell, progress, before, total, _named(path)))
+        yield from _pieces(path, node, partial(_report_progress, progress, before, total, _named(path)))
 
 
-def _tell(progress: Progress, before: int, total: int, what: str, read: int) -> None:
+def _report_progress(progress: Progress, before: int, total: int, what: str, read: int) -> None:
     progress(before + read, total, what)
 
 
@@ -174,7 +174,7 @@ def pieces_of(
 
     The folder's name (`node`) takes precedence over names in the file. Raises OSError if the file cannot be read.
     """
-    taken = numbered_lines.take(io.BytesIO(data) if isinstance(data, bytes) else data, tell)
+    taken = numbered_lines.read_stream(io.BytesIO(data) if isinstance(data, bytes) else data, tell)
     if taken.problem is not None:
         return [Piece(file, node, problem=taken.problem[0], why=taken.problem[1])]
     remarks: list[tuple[str, str, int | None]] = [("FILE003", why, line) for why, line in taken.damage]

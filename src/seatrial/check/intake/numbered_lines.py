@@ -60,7 +60,7 @@ class StreamContent:
     problem: tuple[str, str] | None = None
 
 
-def take(raw: IO[bytes], tell: Callable[[int], None] = lambda read: None) -> StreamContent:
+def read_stream(raw: IO[bytes], tell: Callable[[int], None] = lambda read: None) -> StreamContent:
     """Read everything in `raw`. `tell` is called with the bytes read so far. Raises OSError if it cannot be read."""
     taken = StreamContent()
     blocks = _blocks(raw, taken)
@@ -239,7 +239,7 @@ class _Lines:
         return found
 
     def _is_new(self, number: int, line: str) -> bool:
-        key = kernel_text.alike(line)
+        key = kernel_text.repetition_key(line)
         if key is None or len(self._alike) > _FORMS:
             return True
         count = self._alike.setdefault(key, [0, 0])

@@ -22,7 +22,7 @@ from seatrial.check.outputs.unknown import looks_like
 _TREE: Tool[ports.PortsFacts] = sysfs.TOOLS[0]
 _KERNEL = kernel_text.TOOLS[0]
 _GPUS = smi_query_judge.TOOLS[0]
-# Strings that never describe a healthy GPU, in any output. Driver messages and links: kernel_text.tells().
+# Strings that never describe a healthy GPU, in any output. Driver messages and links: kernel_text.is_relevant().
 _FAULT = re.compile(
     r"\bERR!|GPU (?:is lost|requires reset)|fallen off the bus|Unable to determine the device handle",
     re.IGNORECASE,
@@ -153,7 +153,7 @@ def _faults(piece: Piece, lines: Sequence[tuple[int, str]]) -> list[_Read]:
             place = (f"{piece.file}:{number}",)
             fault = Finding("GPU002", "FAIL", Target(node=piece.node), text, evidence=place)
             found.append(_Read(piece, None, None, fault))
-    if telling := [(n, line) for n, line in Lines(lines) if kernel_text.tells(line)]:
+    if telling := [(n, line) for n, line in Lines(lines) if kernel_text.is_relevant(line)]:
         found.append(_Read(piece, _KERNEL, _KERNEL.parse(Lines(telling), piece.file), None))
     return found
 

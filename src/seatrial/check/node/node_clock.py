@@ -71,7 +71,7 @@ def judge_clock(facts: Mapping[str, Any], node: str) -> Finding:
     return Finding("NOD010", verdict, target, text, offset, "s off" if offset is not None else "")
 
 
-def _told(seconds: float) -> str:
+def _short_time(seconds: float) -> str:
     """Format a time that may be very short: "12 µs", "4.0 s"."""
     unit, size = ("s", 1.0) if seconds >= 1 else ("ms", 1e-3) if seconds >= 1e-3 else ("µs", 1e-6)
     value = seconds / size
@@ -116,7 +116,7 @@ def judge_offsets(offsets: Mapping[str, Offset | None]) -> list[Finding]:
         off = offset.offset_s - middle
         least = max(0.0, abs(off) - offset.error_s)  # the offset that is certain
         verdict: Verdict = "FAIL" if least >= BROKEN_S else "WARN" if least >= SUSPECT_S else "PASS"
-        text = f"clock {_told(abs(off))} {'ahead of' if off > 0 else 'behind'} {whose}, ± {_told(offset.error_s)}"
+        text = f"clock {_short_time(abs(off))} {'ahead of' if off > 0 else 'behind'} {whose}, ± {_short_time(offset.error_s)}"
         expected = Expected(f"within {SUSPECT_S:g} s", "s", _SOURCE)
         # Not "s": a clock ahead of its siblings' is not slower than theirs.
         found.append(Finding("NOD011", verdict, target, text, round(off, 6), "s off", expected))

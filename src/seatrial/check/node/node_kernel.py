@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from seatrial.check.node.run_tool import Order, run_tool
-from seatrial.check.outputs.kernel_text import tells
+from seatrial.check.outputs.kernel_text import is_relevant
 
 KMSG = Path("/dev/kmsg")
 _RECORD_BYTES = 8192  # the most that the kernel returns at once; a smaller buffer is refused
@@ -47,7 +47,7 @@ def read_kernel_log(kmsg: Path = KMSG) -> dict[str, Any]:
         return {"source": source, "text": None, "problem": why, "lost": False, "lines": 0, "cut": False}
     kept, cut = lines, sum(map(len, lines)) > _WHOLE_BYTES
     if cut:
-        kept = [x for x in lines[:-_NEWEST] if tells(x)] + lines[-_NEWEST:]
+        kept = [x for x in lines[:-_NEWEST] if is_relevant(x)] + lines[-_NEWEST:]
     text = "\n".join(kept) + "\n"
     return {
         "source": source,

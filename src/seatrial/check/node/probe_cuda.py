@@ -48,7 +48,7 @@ def measure_cuda(seconds: float, tell: Tell) -> None:
     try:
         torch.cuda.init()
     except RuntimeError as error:
-        tell({"failed": "starting CUDA", "problem": _said(error), "hardware": True})
+        tell({"failed": "starting CUDA", "problem": _error_text(error), "hardware": True})
         return
     usable = []
     for number in range(torch.cuda.device_count()):
@@ -73,10 +73,10 @@ def measure_cuda(seconds: float, tell: Tell) -> None:
         try:
             part()
         except torch.OutOfMemoryError as error:  # another program has taken the memory meanwhile
-            tell({"failed": name, "problem": _said(error), "hardware": False})
+            tell({"failed": name, "problem": _error_text(error), "hardware": False})
         except RuntimeError as error:
             # A CUDA error as torch raises it: after one, no further result can be trusted.
-            tell({"failed": name, "problem": _said(error), "hardware": True})
+            tell({"failed": name, "problem": _error_text(error), "hardware": True})
             return
 
 
@@ -93,13 +93,13 @@ class _Device:
         try:
             free, _ = torch.cuda.mem_get_info(self.device)
         except RuntimeError as error:
-            return _said(error), True
+            return _error_text(error), True
         if free < _LEAST_FREE:
             return f"only {free >> 20} MiB of its memory are free: another program uses it", False
         return None, False
 
 
-def _said(error: RuntimeError) -> str:
+def _error_text(error: RuntimeError) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:300]
 
 

@@ -63,7 +63,7 @@ class Link:
         )
 
 
-def told(line: str) -> re.Match[str] | None:
+def link_event(line: str) -> re.Match[str] | None:
     """The link event in a line, with groups `port` and `what`; None if there is none."""
     if not any(word in line for word in ("arrier", "ink", "Cable")):
         return None
@@ -78,7 +78,7 @@ class Watch:
 
     def take(self, number: int, line: str, times: int = 1) -> None:
         """Record what a line says about a link, if anything; `times`: number of lines it represents."""
-        found = told(line)
+        found = link_event(line)
         if found is None or (found["what"] == "unplugged" and found["port"] not in self.links):
             return
         link = self.links.setdefault(found["port"], Link(found["port"]))

@@ -89,7 +89,7 @@ _REMOVABLE = re.compile(r"\[(?P<disk>sd[a-z]+)\] Attached SCSI removable disk")
 # The detail line below "attempt to access beyond end of device".
 _ACCESS = re.compile(r"(?:^|: |\] )(?P<disk>[a-z][\w-]{0,30}): rw=\d+, ")
 
-# Every line that tells() matches contains one of WORDS, in lower case. A fast prefilter: most lines of a log have none.
+# Every line that is_relevant() matches contains one of WORDS, in lower case. A fast prefilter: most lines of a log have none.
 _MANY = 1000  # lines from which importing pyarrow (0.3 s) pays off
 WORDS = (
     *("oom", "memory", "file-max", "aer: ", "severity=", "error", "machine check", "edac ", "pciehp", "throttled", "nvrm"),

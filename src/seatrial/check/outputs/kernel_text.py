@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from seatrial.check.judging.findings import ORDER, Expected, Finding, Target, Verdict
 from seatrial.check.names import is_host, same_host
-from seatrial.check.outputs.kernel_links import Watch, told
+from seatrial.check.outputs.kernel_links import Watch, link_event
 from seatrial.check.outputs.kernel_rules import (
     accessed_disk,
     device_of,
@@ -118,14 +118,14 @@ def matches(text: str) -> bool:
     return sum(LINE.match(x) is not None for x in lines) * 2 > len(lines)
 
 
-def tells(line: str) -> bool:
+def is_relevant(line: str) -> bool:
     """Whether parse() would use this line; the others can be dropped from a log that is too long to pass on."""
     return (
         parse_xid(line) is not None
         or _LOOKS.search(line) is not None
         or "PCIe bandwidth, limited by" in line
         or rule_of(line) is not None
-        or told(line) is not None
+        or link_event(line) is not None
         or removable_disk(line) is not None
         or accessed_disk(line) is not None
     )
@@ -139,7 +139,7 @@ def quiet_of(lines: Sequence[str]) -> list[bool]:
     ]
 
 
-def alike(line: str) -> str | None:
+def repetition_key(line: str) -> str | None:
     """The message without times and long numbers, to find repetitions; None if it is not a log line."""
     head = LINE.match(line)
     return None if head is None else f"{host_of(line)} {_NUMBERS.sub('', line[head.end() :])}"

@@ -16,7 +16,7 @@ from seatrial.check.outputs.gpu_count import count_findings
 from seatrial.check.outputs.gpu_state import GpuStates, reasons
 from seatrial.check.outputs.smi_query import LOST, Gpu, Query, Value
 from seatrial.check.outputs.smi_query_damage import malformed
-from seatrial.check.outputs.smi_query_judge import GpuJudge, alike, inventory
+from seatrial.check.outputs.smi_query_judge import GpuJudge, differences, inventory
 from seatrial.check.outputs.smi_state import states_of
 from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool, evidence
 from seatrial.check.ranges import listed
@@ -135,7 +135,7 @@ def judge(states: GpuStates, context: Context) -> list[Finding]:
         if states.attached is not None and len(indices) < states.attached:
             shown = f"{states.attached} GPUs attached, {len(indices)} in the output"
             say("UNJUDGED", f"{shown}: only these were selected, or it is truncated")
-    say.found += alike(states, context)
+    say.found += differences(states, context)
     for place, gpu in enumerate(states.gpus):
         say.found += GpuJudge(states, context, place).faults()
         for what, line in gpu.damage:

@@ -146,7 +146,7 @@ def _check_end(query: Query, file: str) -> None:
     elif query.whole and last.name != first.name:
         missing = None  # different models have different values
     else:
-        missing = next((path for path in first.values if not _told(path, last)), None)
+        missing = next((path for path in first.values if not _is_present(path, last)), None)
     if missing is not None:
         where = max((v.line for v in last.values.values()), default=last.line)
         raise ParseError(
@@ -154,7 +154,7 @@ def _check_end(query: Query, file: str) -> None:
         )
 
 
-def _told(path: str, gpu: Gpu) -> bool:
+def _is_present(path: str, gpu: Gpu) -> bool:
     """Whether a GPU has this value, or a value such as N/A for an enclosing section; skips processes, which change."""
     parts = path.split(".")
     return parts[0] in (_END, "accounted_processes", "capabilities") or any(

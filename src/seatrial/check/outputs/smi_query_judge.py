@@ -234,7 +234,7 @@ class GpuJudge:
                 yield self.finding("NVL005", "WARN", f"fabric health: {said}", name)
 
 
-def alike(states: GpuStates, context: Context) -> Iterator[Finding]:
+def differences(states: GpuStates, context: Context) -> Iterator[Finding]:
     """Findings for properties that differ between the GPUs of this node."""
     for what in _ALIKE:
         entries = [
@@ -279,7 +279,7 @@ def _missing(states: GpuStates, context: Context) -> Iterator[Finding]:
 
 def judge(states: GpuStates, context: Context) -> list[Finding]:
     """Findings for every GPU of the output. A GPU without faults gives one PASS."""
-    found = [*_missing(states, context), *alike(states, context)]
+    found = [*_missing(states, context), *differences(states, context)]
     for place, gpu in enumerate(states.gpus):
         work = GpuJudge(states, context, place)
         own = list(work.faults())

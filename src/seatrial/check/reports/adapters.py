@@ -132,13 +132,13 @@ def carry_out(
             found.append(replace(order, done=True, why=f"already drained ({state})"))
         else:
             result = run_tool(Call(order.command[0], order.command, timeout_s))
-            found.append(replace(order, done=result.ok, output=_said(result), why=result.why))
+            found.append(replace(order, done=result.ok, output=_message_of(result), why=result.why))
             stop = result.why if result.ended in ("absent", "refused", "hung", "stuck") else ""
         say(_line(found[-1]))
     return found
 
 
-def _said(result: Result) -> str:
+def _message_of(result: Result) -> str:
     return " ".join((result.out + result.err).split())[:1000]
 
 

@@ -98,7 +98,7 @@ def _file(f: Finding) -> str:
 def _group(group: Sequence[Finding], width: int, shown: set[tuple[str, str]]) -> Iterator[Line]:
     first = group[0]
     head = f"{first.verdict:<{_INDENT}}"
-    yield from _wrapped(head, _said(group), width, STYLES[first.verdict])
+    yield from _wrapped(head, _group_text(group), width, STYLES[first.verdict])
     blank = " " * _INDENT
     if first.why_unjudged and first.why_unjudged not in first.message:
         yield from _wrapped(blank, f"why       {first.why_unjudged}", width)
@@ -201,18 +201,18 @@ def _passes(findings: Sequence[Finding], width: int) -> Iterator[Line]:
     if len(alike) <= _PASSES_SHOWN:
         for group in alike:
             source = f" [{os.path.basename(file)}]" if (file := _file(group[0])) else ""
-            yield from _wrapped(head, f"{_said(group)}{source}", width, style)
+            yield from _wrapped(head, f"{_group_text(group)}{source}", width, style)
         return
     by_code: dict[str, list[Sequence[Finding]]] = {}
     for group in alike:
         by_code.setdefault(group[0].code, []).append(group)
     for _, same in sorted(by_code.items()):
         more = sum(map(len, same)) - len(same[0])
-        text = f"{_said(same[0])} (and {more} more with this code)" if more else _said(same[0])
+        text = f"{_group_text(same[0])} (and {more} more with this code)" if more else _group_text(same[0])
         yield from _wrapped(head, text, width, style)
 
 
-def _said(group: Sequence[Finding]) -> str:
+def _group_text(group: Sequence[Finding]) -> str:
     """Code, target and message; "node7 does not answer" needs no "node7: " before it."""
     where, says = targets(group), message(group[0])
     return (

@@ -70,7 +70,7 @@ _OTHER_NAMES = {
     "TORCH_NCCL_ENABLE_TIMING": "NCCL_ENABLE_TIMING",
 }
 
-_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _ONE_THREAD = (
     "ranks share the cores, a process that forks must have no second thread, and sums in another order "
     "would not be bit-equal"
@@ -81,7 +81,7 @@ def node_variables(facts: Facts, yours: Mapping[str, str]) -> list[Variable]:
     """The variables of every rank of a node; `yours` is the environment that they are added to."""
     chosen = [Variable("SEATRIAL_DEVICE", facts.device, "the device that was chosen for this node")]
     if facts.device == "cpu":
-        for name in _THREADS:
+        for name in THREADS:
             instead = f"; overrides your {yours[name]}" if yours.get(name, "1") != "1" else ""
             chosen.append(Variable(name, "1", _ONE_THREAD + instead))
     for name, value, reason in _defaults(facts):

@@ -1,7 +1,7 @@
 """The ranks of one node: started, sent orders, watched, stopped. Their agent makes no decisions about them itself.
 
-A worker is a process; its rank changes with the generation. Without CUDA a fork server forks the workers. A worker that
-lost its peers can stay ("parked") and be given a rank of the next generation.
+A worker is a process; its rank changes with the generation. A fork server forks the workers. A worker that lost its
+peers can stay ("parked") and be given a rank of the next generation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from seatrial.base import process
 from seatrial.base.complain import complain
 from seatrial.base.lines import Channel
-from seatrial.control.agent.environment import assignments
+from seatrial.control.agent.environment import THREADS, assignments
 from seatrial.control.agent.grace import Grace
 from seatrial.control.agent.oom import OomWatch
 from seatrial.control.agent.spec import AgentSpec, clean_environment
@@ -52,7 +52,7 @@ class Workers:
         self.snapshot_fds: dict[int, tuple[int, int]] = {}  # by local number
         self.cpus: dict[int, frozenset[int]] = {}  # by local number: CPUs that a new process is bound to
         self.fork_server: int | None = None  # pid
-        self.fork_server_ready = spec.device != "cpu"
+        self.fork_server_ready = False
         self._fork_server_channel: Channel | None = None
         self._fork_server_owes = 0  # unanswered calls of `ask_fork_server`
         self._watch, self._unwatch = watch, unwatch
@@ -71,9 +71,7 @@ class Workers:
     # -- starting
 
     def start_fork_server(self) -> None:
-        """Start the fork server, which imports torch once for all ranks of this node. On CUDA each rank imports it."""
-        if self.spec.device != "cpu":
-            return
+        """Start the fork server, which imports torch once for all ranks of this node."""
         ours, theirs = Channel.pair()
         options = [
             *("--channel", str(theirs.fileno())),
@@ -83,7 +81,9 @@ class Workers:
         command = self.spec.fork_server_command() + options
         kept = [theirs.fileno(), *(fd for pair in self.snapshot_fds.values() for fd in pair)]
         try:
-            self.fork_server = process.fork(partial(_execute, command, kept), log=self.spec.fork_server_log)
+            self.fork_server = process.fork(
+                partial(_execute_fork_server, command, kept), log=self.spec.fork_server_log
+            )
         except OSError as error:  # no memory, or no process left for this user: the next start tries again
             complain(f"could not start the fork server: {error}")
             ours.close()
@@ -160,26 +160,20 @@ class Workers:
         fds = self.snapshot_fds.get(local)
         if fds is not None:
             environment["SEATRIAL_SNAPSHOT_FDS"] = ",".join(map(str, fds))
-        arguments = self.spec.worker_arguments(generation)
-        if self.spec.device == "cpu":
-            if self._fork_server_channel is None:
-                # If there is a fork server it is about to exit, and that will be reported.
-                self._exited(worker, 1, time.time(), never_began=self.fork_server is not None)
-                return
-            # The request stays in the socket until the fork server has imported torch: no round trip is lost.
-            order = msg.Fork(worker.rank, str(worker.log), environment, arguments, worker.token)
-            self._fork_server_channel.send(msg.encode(order))
-        else:
-            command = [*self.spec.worker_command_prefix(), *arguments]
-            kept, environment = list(fds or ()), clean_environment(os.environ) | environment
-            body = partial(_execute, command, kept, environment, self.cpus.get(local))
-            try:
-                worker.pid = process.fork(body, log=worker.log)
-            except OSError as error:
-                complain(f"could not start rank {worker.rank}: {error}")
-                self._exited(worker, 1, time.time())
-                return
-            self._started(worker, in_place=False)
+        if self._fork_server_channel is None:
+            # If there is a fork server it is about to exit, and that will be reported.
+            self._exited(worker, 1, time.time(), never_began=self.fork_server is not None)
+            return
+        order = msg.Fork(
+            rank=worker.rank,
+            log=str(worker.log),
+            env=environment | _threads(),
+            argv=self.spec.worker_arguments(generation),
+            token=worker.token,
+            cpus=sorted(self.cpus.get(local, ())),
+        )
+        # The request stays in the socket until the fork server has imported torch: no round trip is lost.
+        self._fork_server_channel.send(msg.encode(order))
 
     # -- orders
 
@@ -387,7 +381,7 @@ class Workers:
             self._fork_server_ended(pid, status, now)
             return True
         for worker in self.workers.values():
-            if worker.pid == pid and worker.alive and self.spec.device == "cpu" and worker.signalled is None:
+            if worker.pid == pid and worker.alive and worker.signalled is None:
                 worker.signalled = now  # reparented to us as its fork server died, which killed it too
         return self._process_ended(pid, status, now)
 
@@ -447,17 +441,15 @@ def _user_of(sock: socket.socket) -> int:
     return int(uid)
 
 
-def _execute(
-    command: list[str],
-    keep: list[int],
-    environment: dict[str, str] | None = None,
-    cpus: frozenset[int] | None = None,
-) -> int:
+def _execute_fork_server(command: list[str], keep: list[int]) -> int:
     for fd in keep:
         os.set_inheritable(fd, True)
-    if cpus:
-        try:
-            os.sched_setaffinity(0, cpus)
-        except OSError as error:  # these CPUs have been taken from this node since
-            complain(f"could not bind this rank to its GPU's CPUs: {error}")
-    os.execve(command[0], command, clean_environment(os.environ) if environment is None else environment)
+    one_thread = dict.fromkeys(
+        THREADS, "1"
+    )  # libraries start theirs on import, and the server could not fork
+    os.execve(command[0], command, clean_environment(os.environ) | one_thread)
+
+
+def _threads() -> dict[str, str]:
+    """The ranks' own numbers of threads, in place of the fork server's."""
+    return {name: os.environ[name] for name in THREADS if name in os.environ}

@@ -70,7 +70,7 @@ class Executor:
         fetches = self._snapshots.fetches(world.ranks, layout, self._peers)
         for slot, node in sorted(action.slots.items()):
             apart = self._job.resilience.copies > 1
-            buddy, guarded = (world.beside(slot, 1), world.beside(slot, -1)) if apart else (None, None)
+            buddy, guarded = (world.neighbour(slot, 1), world.neighbour(slot, -1)) if apart else (None, None)
             start = msg.Start(
                 generation=action.generation,
                 slot=slot,

@@ -16,9 +16,9 @@ from seatrial.record import messages as msg
 from seatrial.record.failure import Failure
 
 _OOM_HINT = "the kernel's out-of-memory killer did it: use a smaller microbatch, activation checkpointing, or more ranks a model"
-_PERHAPS_OOM_HINT = "somebody's kill -9, or perhaps the kernel's out-of-memory killer: `dmesg` tells"
-_KILLED_HINT = "somebody's kill -9: the kernel's out-of-memory killer has killed nothing here"
-_CRASH_HINT = "a crash in native code: the log's end, or `coredumpctl` where it runs, may tell where"
+_PERHAPS_OOM_HINT = "an external kill -9, or the kernel's out-of-memory killer: see `dmesg`"
+_KILLED_HINT = "an external kill -9: the kernel's out-of-memory killer has killed nothing here"
+_CRASH_HINT = "a crash in native code: the end of the log, or `coredumpctl` if available, may show where"
 
 Exited = msg.RankExited | msg.ForkServerExited
 

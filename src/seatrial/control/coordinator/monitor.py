@@ -82,7 +82,7 @@ class MonitorProcess:
         if pid != self._pid:
             return False
         self._pid = None
-        self._receive()  # what it said last
+        self._receive()  # its last messages
         self._close_channel()
         if not self._over:
             self._failed(f"the monitor's process {process.status_text(status)}", status=status)
@@ -172,7 +172,7 @@ class MonitorProcess:
         follows = "it is started again" if again else "it is not started again: no more alerts in this term"
         self._recorder.event(
             "monitor_failed",
-            f"{what}; {follows}; the run goes on",
+            f"{what}; {follows}; the run continues",
             severity="warning",
             data={"status": status, "log": str(self._log), "restarts": self._restarts},
         )

@@ -113,8 +113,8 @@ class Recorder:
         line = {
             "time": time.time(),
             "term": self._lease.term,
-            "event": _shown(event),
-            "actions": [_shown(a) for a in actions],
+            "event": _as_json(event),
+            "actions": [_as_json(a) for a in actions],
         }
         try:
             with open(open_log(self.folder.coordinator_log), "a", encoding="utf-8") as f:
@@ -126,5 +126,5 @@ class Recorder:
 _OWN_KINDS = frozenset({"nonfinite", "loss_spike", "corruption", "straggler"})
 
 
-def _shown(thing: Any) -> dict[str, Any]:
+def _as_json(thing: Any) -> dict[str, Any]:
     return {"kind": type(thing).__name__, **asdict(thing)}

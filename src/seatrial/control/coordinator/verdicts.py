@@ -93,7 +93,7 @@ class Verdicts:
         return replace(failure, hint=hint)
 
     def _plain(self, message: str) -> Failure:
-        node, rank, cause, when = self._known() or (None, None, message, time.time())
+        node, rank, cause, when = self._first_lost() or (None, None, message, time.time())
         log = str(self._folder.coordinator_log)
         text = message
         if rank is not None:
@@ -105,7 +105,7 @@ class Verdicts:
         )
         return Failure(node, rank, text, cause, when, log=log, hint=hint)
 
-    def _known(self) -> tuple[int, int | None, str, float] | None:
+    def _first_lost(self) -> tuple[int, int | None, str, float] | None:
         """The lost or blamed node that was recorded first, for when no process failed by itself."""
         lost = None if self._lost is None else (self._lost[0], None, *self._lost[1:])
         return min((k for k in (lost, self._blamed) if k is not None), key=lambda k: k[3], default=None)

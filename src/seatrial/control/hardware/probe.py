@@ -243,7 +243,7 @@ class _TensorActive:
 
     @property
     def mean(self) -> float | None:
-        """0..1; None where it is not known."""
+        """0..1; None if unknown."""
         return self._sums[0] / self._sums[1] if self._sums[1] else None
 
     def _read(self, sample: Any) -> bool:

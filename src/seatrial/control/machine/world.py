@@ -39,7 +39,7 @@ class World:
     def node_of(self, rank: int) -> int | None:
         return next((node for node, ranks in self.ranks.items() if rank in ranks), None)
 
-    def beside(self, slot: int, step: int) -> int | None:
+    def neighbour(self, slot: int, step: int) -> int | None:
         """The node `step` slots further along the ring; None if that is the same node."""
         node = self.slots[(slot + step) % len(self.slots)]
         return None if node == self.slots[slot] else node

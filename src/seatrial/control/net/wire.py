@@ -220,7 +220,7 @@ class _Handshake:
 
     def _put(self, message: Message) -> None:
         """Send a line, as far as the socket accepts it. After BlockingIOError `advance` sends the rest."""
-        self._unsent += _plain(message)
+        self._unsent += _encode(message)
         self._push()
 
     def _push(self) -> None:
@@ -406,7 +406,7 @@ def dial(address: str, port: int, secret: bytes, hello: Message, timeout_s: floa
     return outgoing.session(timeout_s)
 
 
-def _plain(message: Message) -> bytes:
+def _encode(message: Message) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 

@@ -35,7 +35,7 @@ class GpuSeries:
         self._link_errors: dict[str, float] = {}  # PCI address -> errors
 
     def sample(self, tensor_active: Mapping[str, float | None]) -> None:
-        """Read what is averaged. `tensor_active`: PCI address -> share of the time since the last call."""
+        """Read the averaged values. `tensor_active`: PCI address -> share of the time since the last call."""
         for gpu, (pci, handle) in self._gpus.items():
             used = self._ask("nvmlDeviceGetUtilizationRates", handle)
             mhz = self._ask("nvmlDeviceGetClockInfo", handle, _CLOCK_SM)

@@ -1,4 +1,4 @@
-"""What a node's kernel says of its load: processors, memory, pressure, network, clock. What it does not say is absent."""
+"""Load of a node from its kernel: CPUs, memory, pressure, network, clock. Unavailable values are absent."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _pressure(folder: Path) -> Iterator[tuple[str, float]]:
 
 
 def _network(root: Path) -> Values:
-    """Sums over the interfaces that are hardware; where none is, as in a container, over all but the loopback."""
+    """Sums over hardware interfaces; if there are none, as in a container, over all but the loopback."""
     lines = (text_of(root / "proc/net/dev") or "").splitlines()[2:]
     counted = {name.strip(): rest.split() for name, _, rest in (line.partition(":") for line in lines)}
     counted = {n: columns for n, columns in counted.items() if n != "lo" and len(columns) >= 16}
@@ -104,7 +104,7 @@ def _clock() -> Values:
     if clock is None:
         return {}
     found: Values = {"node_clock_synchronised": float(clock.synchronised)}
-    if clock.synchronised:  # of a clock that nothing disciplines the kernel knows no offset: it says 0
+    if clock.synchronised:  # the kernel reports offset 0 for an unsynchronised clock
         found["node_clock_offset_seconds"] = clock.offset_s
         found["node_clock_max_error_seconds"] = clock.max_error_s
     return found

@@ -1,6 +1,6 @@
 """The process that records a node's telemetry: a child of its agent, which gives it what the probes read.
 
-Each thing that may hang has a thread of its own: reading the host, statvfs of each file system, writing to the run
+Everything that may hang has its own thread: reading the host, statvfs of each file system, writing to the run
 folder, answering Prometheus, reading the run for it. What a thread read last counts for three intervals, then it is
 absent. Nothing here holds up the agent, or is needed by the run.
 """
@@ -97,7 +97,7 @@ class NodeSampler:
     def _every(
         self, do: Callable[[], None], *, every_s: float | None = None, wait_first: bool = False
     ) -> None:
-        """Call `do` now and then every interval, in a thread of its own."""
+        """Call `do` now and then every interval, in its own thread."""
         period = self._settings.every_s if every_s is None else every_s
 
         def loop() -> None:

@@ -23,9 +23,9 @@ _RUN_EVERY_S, _RUN_OLD_S = 5.0, 60.0
 
 
 def serve(sampler: NodeSampler, folder: RunFolder, node: int, address: str, port: int) -> None:
-    """Answer in threads of their own, with what was read last: no scrape waits for a driver or a file system.
+    """Serves scrapes in separate threads from the latest values: no scrape waits for a driver or a file system.
 
-    The coordinator's node serves the series of the run too. Raises OSError, as where the port is taken.
+    The coordinator's node serves the series of the run too. Raises OSError, for example if the port is taken.
     """
     host = socket.gethostname()
     info = series("run_info", run=folder.path.absolute().name, node=node, host=host, version=__version__)

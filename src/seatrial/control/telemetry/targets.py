@@ -22,7 +22,7 @@ def metrics_port(job: Job, node: int) -> int | None:
 
 
 def write_targets(folder: RunFolder, job: Job, addresses: Mapping[int, str]) -> None:
-    """`addresses`: node -> where its agent is reached. A file that cannot be written is reported on stderr."""
+    """`addresses`: node -> address of its agent. A file that cannot be written is reported on stderr."""
     where = {address: f"[{address}]" if ":" in address else address for address in addresses.values()}
     targets = [f"{where[addresses[node]]}:{metrics_port(job, node)}" for node in sorted(addresses)]
     try:

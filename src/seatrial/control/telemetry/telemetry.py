@@ -1,4 +1,4 @@
-"""Telemetry as the agent sees it: a child process that samples, records and serves, and may fail by itself."""
+"""The agent's telemetry child process, which samples, records and serves; its failure does not affect the agent."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Telemetry:
             self._child.post({"coordinates": coordinates})
 
     def _poll(self) -> None:
-        """Report what the process says. Not restarted once it has ended: it would end again."""
+        """Report the process's messages. Once ended, it is not restarted: it would fail again."""
         assert self._child is not None
         for message in self._child.receive():
             self._fail(message["failed"], message["message"])

@@ -32,6 +32,8 @@ class Finish:
     failures: float  # expected number during the run
     checkpoint_bytes: float
     stall_s: float  # of one save
+    down_s: float  # from a failure to training again
+    joining_s: float  # of it for communicators
     every_s: float  # between saves
     interval: Interval  # the best one
     gpu_hours: float
@@ -81,7 +83,8 @@ def finish(
         max_unsaved_s=max_unsaved_s,
     )
     interval_s = chosen.interval_s if every_steps is None else every_steps * prediction.step_s
-    down = NEW_PROCESS_S + COMMUNICATORS_S_PER_GPU * recipe.world + write
+    joining = COMMUNICATORS_S_PER_GPU * recipe.world
+    down = NEW_PROCESS_S + joining + write
     case = Case(
         nodes=nodes,
         failures_per_node_s=rate.per_node_day / DAY_S,
@@ -105,6 +108,8 @@ def finish(
         failures=wall / case.mttf_s,
         checkpoint_bytes=size,
         stall_s=stall,
+        down_s=down,
+        joining_s=joining,
         every_s=interval_s,
         interval=chosen,
         gpu_hours=wall / 3600 * recipe.world,

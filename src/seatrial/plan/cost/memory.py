@@ -78,8 +78,8 @@ class Memory:
         return self.allocated * (1 + FRAGMENTATION) + self.streams
 
 
-# Cached: a search asks whether a layout fits and then predicts it, which asks again.
-@lru_cache(maxsize=1)
+# Cached: a search asks whether a layout fits and then predicts it; what `parallel = "auto"` searched, the plan searches again.
+@lru_cache(maxsize=1 << 15)
 def memory(model: Architecture, recipe: Recipe, stack: Stack) -> Memory:
     """Memory of the pipeline rank that needs the most."""
     ranks = [rank_memory(model, recipe, stack, r) for r in unlike_ranks(recipe.layout)]

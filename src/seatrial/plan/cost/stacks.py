@@ -40,6 +40,7 @@ class Stack:
     groups: int
     source: str
     metrics: float = 0.0
+    context_parallel: bool = False
 
     def reduces_once(self, recipe: Recipe) -> bool:
         """Whether full sharding reduces gradients in the last microbatch only; torch's pipeline by itself always does so."""

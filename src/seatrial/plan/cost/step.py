@@ -209,24 +209,31 @@ def _gathered_layer(
 
     The next layer's weights are gathered while this layer computes, so what exceeds a layer's computation is exposed.
     """
-    if recipe.sharding != "full" or recipe.cut == 1:
+    if recipe.sharding != "full" or recipe.cut * recipe.layout.replicate == 1:
         return 0.0, 0.0, 0.0
-    at = shard_group(recipe, fabric)
     n = model.layer_parameters() / recipe.layout.tensor
-    gather = fabric.seconds("all_gather", 2.0 * n, at)
+    gather = fabric.seconds("all_gather", 2.0 * n, shard_group(recipe, fabric))
     micro = recipe.microbatches
     before, again = gathers_a_step(recipe)
     forward, backward = gather * before / micro, gather * again / micro
-    reduce = fabric.seconds("reduce_scatter", float(stack.gradient_bytes) * n, at)
-    copies = 0.0
-    if recipe.layout.replicate > 1:
-        part = stack.gradient_bytes * n / recipe.cut
-        copies = fabric.seconds("all_reduce", part, replicate_group(recipe, fabric))
-    backward += (reduce * _reductions(recipe, stack) + copies * _sums(recipe, stack)) / micro
+    scatter, copies = _reduction(n, recipe, fabric, stack)
+    # In every microbatch, and in the last one only, where nothing of it is hidden behind the others' backward passes.
+    always = scatter * (_reductions(recipe, stack) > 1) + copies * (_sums(recipe, stack) > 1)
+    last = scatter + copies - always
     compute_f, compute_b = w.forward.total, (w.backward + w.again).total
+    backward += always
     hidden_f = min(forward, compute_f) * stack.hide_data
-    hidden_b = min(backward, compute_b) * stack.hide_data
-    return forward - hidden_f, backward - hidden_b, stack.contention * (hidden_f + hidden_b)
+    hidden_b = (min(backward, compute_b) * (micro - 1) + min(backward + last, compute_b)) / micro
+    hidden_b *= stack.hide_data
+    exposed_b = backward + last / micro - hidden_b
+    return forward - hidden_f, exposed_b, stack.contention * (hidden_f + hidden_b)
+
+
+def _reduction(parameters: float, recipe: Recipe, fabric: Fabric, stack: Stack) -> tuple[float, float]:
+    """Seconds in which full sharding reduces the gradients of whole `parameters` once: (over the shard group, over replicas)."""
+    n_bytes = stack.gradient_bytes * parameters
+    scatter = fabric.seconds("reduce_scatter", n_bytes, shard_group(recipe, fabric))
+    return scatter, fabric.seconds("all_reduce", n_bytes / recipe.cut, replicate_group(recipe, fabric))
 
 
 def _reductions(recipe: Recipe, stack: Stack) -> int:
@@ -271,10 +278,10 @@ def _once(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Stack, w: 
         each = ends if layout.pipeline > 1 else ends * (1 if model.tie_word_embeddings else 2)
         before = gathers_a_step(recipe)[0]
         seconds = fabric.seconds("all_gather", 2.0 * each, at) * before
-        reduce = fabric.seconds("reduce_scatter", float(stack.gradient_bytes) * each, at)
+        scatter, copies = _reduction(each, recipe, fabric, stack)
         # A stack that reduces in every microbatch anyway was calibrated with one.
-        seconds += reduce * (_reductions(recipe, stack) if recipe.accumulate == "sharded" else 1)
-        return _Data(seconds, 0.0)
+        scatter *= recipe.microbatches if recipe.accumulate == "sharded" else 1
+        return _Data(seconds + scatter + copies, 0.0)
     at = data_group(recipe, fabric)
     if at.size == 1:
         return _Data(0.0, 0.0)

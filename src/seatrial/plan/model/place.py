@@ -94,7 +94,7 @@ def _stated(at: NetworkSection, gpus_per_node: int) -> Network:
     source = "as [network] states"
     less = f" / {at.oversubscription:g}" if at.oversubscription > 1 else ""
     return Network(
-        f"stated {at.nics_per_node}x{at.gbps_per_nic:g}{less}",
+        f"{at.nics_per_node} x {at.gbps_per_nic:g}{less} Gb/s a node, as stated",
         at.nics_per_node,
         at.gbps_per_nic / at.oversubscription,
         gpus_per_node,
@@ -131,13 +131,17 @@ def _unknown(kind: str, name: str, known: list[str], rest: str = "") -> InputErr
 
 
 def _gpu(job: Job) -> tuple[Gpu | None, str]:
-    at = job.cluster
+    at, stated = job.cluster, job.file.gpu
     if at.device == "cpu":
         return None, 'ranks are CPU processes (device = "cpu"), for which speed is not predicted'
+    if stated is not None:
+        architecture = stated.architecture or "an unknown architecture"
+        values = {**stated.model_dump(), "architecture": architecture}
+        return Gpu("GPU as stated", (), source="as [gpu] states", **values), ""
     if at.gpu is None:
         return (
             None,
-            'the job names no GPU, and CPU ranks are not predicted; set one with --set cluster.gpu="H100 SXM"',
+            'the job names no GPU, and CPU ranks are not predicted; set one with --set cluster.gpu="H100 SXM", or state it as [gpu]',
         )
     found = find_gpu(at.gpu)
     if found is not None:

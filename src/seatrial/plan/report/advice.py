@@ -10,7 +10,7 @@ from seatrial.job.job import Job
 from seatrial.job.layout import Layout
 from seatrial.job.schedules import schedule_named
 from seatrial.job.schema import Accumulate
-from seatrial.plan.cost.calibration import Calibration
+from seatrial.plan.cost.calibration import ROWS, Calibration
 from seatrial.plan.cost.collectives import UnknownNetworkError
 from seatrial.plan.cost.kernels import UnknownSpeedError
 from seatrial.plan.cost.overlap import OURS, able
@@ -19,10 +19,18 @@ from seatrial.plan.cost.stacks import Stack
 from seatrial.plan.model.cluster import Cluster
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.search.legal import refusal
-from seatrial.plan.search.search import MICROBATCHES, RECOMPUTES, STAGES_PER_RANK, Found, pair, schedules
+from seatrial.plan.search.search import (
+    MICROBATCHES,
+    RECOMPUTES,
+    STAGES_PER_RANK,
+    Found,
+    contexts,
+    pair,
+    schedules,
+)
 
-# The same configuration differs by as much between releases (plan/cost/calibration.py): closer layouts count as equal.
-ALIKE = 0.04
+# The same configuration differs by as much between releases: closer layouts count as equal.
+ALIKE = ROWS
 # Smaller gains are not reported.
 _WORTH = 0.01
 # The stack that represents other software: of those with published results on many GPUs it hides most communication.
@@ -117,44 +125,30 @@ class Asker:
 def advice(
     job: Job,
     own: Recipe,
+    base: Prediction,
     cluster: Cluster,
     found: Found | None,
     stack: str | Stack = "seatrial",
     calibration: Calibration | None = None,
 ) -> Advice:
-    """Advice about `own` and about the best of `found`."""
+    """Advice about `own`, whose prediction is `base`, and about the best of `found`."""
     asker = Asker(job, cluster, stack, calibration)
-    base = predict(job.architecture, own, cluster, stack=stack, calibration=calibration)
-    ways = _ways(asker, own, base, found)
     listed = found.choices if found is not None else ()
-    alike: tuple[Recipe, ...] = ()
-    if listed:
-        best = listed[0].prediction.step_s
-        alike = tuple(c.recipe for c in listed[1:] if c.prediction.step_s <= best * (1 + ALIKE))
-    return Advice(tuple(ways), tuple(_turns(asker, [c.recipe for c in listed])), alike)
+    best = listed[0].prediction.step_s if listed else 0.0
+    alike = tuple(c.recipe for c in listed[1:] if c.prediction.step_s <= best * (1 + ALIKE))
+    ways, turns = _ways(asker, own, base, found), _turns(asker, [c.recipe for c in listed])
+    return Advice(tuple(ways), tuple(turns), alike)
 
 
-def targets(
-    job: Job,
-    own: Recipe,
-    cluster: Cluster,
-    found: Found | None,
-    wishes: Sequence[Wanted],
-    stack: str | Stack = "seatrial",
-    calibration: Calibration | None = None,
-) -> tuple[Target, ...]:
+def targets(base: Prediction, ways: Sequence[Suggestion], wishes: Sequence[Wanted]) -> tuple[Target, ...]:
     """Each target against the job's own layout, and the smallest changes that would meet it, built ones first."""
-    if not wishes:
-        return ()
-    base = predict(job.architecture, own, cluster, stack=stack, calibration=calibration)
-    ways = _ways(Asker(job, cluster, stack, calibration), own, base, found)
-    ways.sort(key=lambda w: (not w.built, w.gain))
+    by_size = sorted(ways, key=lambda w: (not w.built, w.gain))
     return tuple(
         Target(
             wish,
             wish.by(base),
-            next((w for w in ways if wish.by(w.prediction) == "inside"), None),
-            next((w for w in ways if wish.by(w.prediction) == "yes"), None),
+            next((w for w in by_size if wish.by(w.prediction) == "inside"), None),
+            next((w for w in by_size if wish.by(w.prediction) == "yes"), None),
         )
         for wish in wishes
     )
@@ -251,12 +245,17 @@ def _schedules(layout: Layout) -> Iterator[Layout]:
 
 def _tuned(asker: Asker, recipe: Recipe, stack: str) -> tuple[Recipe, Prediction] | None:
     """The fastest settings of a layout on this stack."""
+    split = contexts(recipe, stack, recipe.layout.shard)
     tried = (
-        replace(recipe, microbatch=m, recompute=again, reshard=shard, layout=layout)
+        replace(at, microbatch=m, recompute=again, reshard=shard, layout=layout)
+        for at in (
+            replace(recipe, context=c, layout=replace(recipe.layout, shard=recipe.layout.shard // c))
+            for c in split
+        )
         for m in MICROBATCHES
         for again in RECOMPUTES
         for shard in ((True, False) if recipe.layout.pipeline == 1 else (False,))
-        for layout in (recipe.layout, *_schedules(recipe.layout))
+        for layout in (at.layout, *_schedules(at.layout))
     )
     able = [(r, p) for r in tried if (p := asker.ask(r, stack=stack)) is not None]
     return min(able, key=lambda pair: pair[1].step_s, default=None)
@@ -339,6 +338,8 @@ def short(recipe: Recipe) -> str:
     stages = f"x{at.stages_per_rank}" if at.stages_per_rank > 1 else ""
     behind = " async" if recipe.async_tensor and at.tensor > 1 else ""
     words = [f"TP{at.tensor}{behind}", f"PP{at.pipeline}{stages}", f"FSDP{at.shard}"]
+    if recipe.context > 1:
+        words.insert(1, f"CP{recipe.context}")
     if at.replicate > 1:
         words.append(f"DP{at.replicate}")
     return " ".join(words)
@@ -352,6 +353,8 @@ def difference(a: Recipe, b: Recipe) -> str:
         for name in ("tensor", "pipeline", "shard", "replicate")
         if getattr(here, name) != getattr(there, name)
     ]
+    if a.context != b.context:
+        entries.append(f"context {b.context}")
     if a.microbatch != b.microbatch:
         entries.append(f"microbatch {b.microbatch}")
     if (here.schedule, here.stages_per_rank) != (there.schedule, there.stages_per_rank):

@@ -23,7 +23,7 @@ from seatrial.plan.model.place import Hardware
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.report.advice import Advice, Target, Wanted, advice, targets
 from seatrial.plan.search.caution import SHORTEST_SOURCE, too_short
-from seatrial.plan.search.scaling import Scaling, best_scaling, scaling
+from seatrial.plan.search.scaling import MODES, Scaling, best_scaling, scaling
 from seatrial.plan.search.search import Choice, Found, limit, own_recipe, search
 
 # Rate of shared storage if not measured. It decides how long a checkpoint write takes, and little else: see `slow`.
@@ -156,24 +156,22 @@ def answer(
             found = None  # `mine.why_unknown` says what is not known
     prediction = mine.prediction
     entries: tuple[Target, ...] = ()
-    weak = strong = best = ending = None
+    curves: list[Scaling] = []
+    best = ending = None
     if cluster is not None and prediction is not None:
         sizes = w.nodes or usual_nodes(cluster)
-        weak = scaling(
-            job, mine.recipe, cluster, mode="weak", nodes=sizes, calibration=calibration, stack=w.stack
-        )
-        strong = scaling(
-            job, mine.recipe, cluster, mode="strong", nodes=sizes, calibration=calibration, stack=w.stack
-        )
+        for mode in MODES:
+            at = (job, mine.recipe, cluster)
+            curves.append(scaling(*at, mode=mode, nodes=sizes, calibration=calibration, stack=w.stack))
         if found is not None and cluster.nodes > 1:
             known = {cluster.nodes: found}
             best = best_scaling(
                 job, cluster, nodes=(1, *known), known=known, calibration=calibration, stack=w.stack
             )
         ending = _ending(job, mine.recipe, cluster, prediction, w)
-        entries = targets(job, mine.recipe, cluster, found, w.targets, w.stack, calibration)
-        if w.look_further:
-            more = advice(job, mine.recipe, cluster, found, w.stack, calibration)
+        if w.look_further or w.targets:
+            more = advice(job, mine.recipe, prediction, cluster, found, w.stack, calibration)
+            entries = targets(prediction, more.ways, w.targets)
     return Answer(
         job=job,
         place=place,
@@ -182,20 +180,20 @@ def answer(
         found=found,
         carried=_carried(job.architecture, mine, place, w, calibration),
         ending=ending,
-        weak=weak,
-        strong=strong,
+        weak=curves[0] if curves else None,
+        strong=curves[1] if curves else None,
         best_scaled=best,
-        advice=more,
+        advice=more if w.look_further else None,
         targets=entries,
         provenance=_provenance(job.architecture, mine, found, ending, place),
     )
 
 
 def usual_nodes(cluster: Cluster) -> tuple[int, ...]:
-    """1, 2, 4, ... up to 1,024 GPUs, and the cluster's own number."""
-    most = max(cluster.nodes, _MOST_GPUS // cluster.gpus_per_node)
-    powers = [2**i for i in range(most.bit_length()) if 2**i <= most]
-    return tuple(sorted({*powers, cluster.nodes}))
+    """The cluster's own number, halved as often as it can be, and doubled up to 1,024 GPUs."""
+    nodes = cluster.nodes
+    most, least = max(nodes, _MOST_GPUS // cluster.gpus_per_node), nodes // (nodes & -nodes)
+    return tuple(least * 2**i for i in range((most // least).bit_length()))
 
 
 def _own(job: Job, place: Hardware, w: Wishes, calibration: Calibration | None) -> JobEstimate:

@@ -42,6 +42,9 @@ MOST_WAITING = 0.05
 # Few runs say little about the spread: it is shrunk towards the usual one of stacks, as if four more runs had that
 # (bench/plan_accuracy.py).
 USUAL_SPREAD, WORTH = 0.08, 4
+ONE_RUN = math.hypot(
+    USUAL_SPREAD * math.sqrt(WORTH / (WORTH + 1)), ROWS
+)  # the spread that a single run leaves
 _MOST_RUNS = 8
 _LATEST = 1e11  # seconds since 1970 (the year 5138): a later record is damaged
 _PACES = (0.05, 20.0)

@@ -1,4 +1,4 @@
-"""Where the time of measured steps went, in the categories of the planner's waterfall, beside its prediction. Pure.
+"""The time of measured steps in the categories of the planner's waterfall, with its prediction. Pure.
 
 The table below says which stages of a measured step (`record.stages`) are which parts of a predicted one. What a rank
 cannot tell apart is one row: forward and backward are timed as a whole, and a wait for another pipeline rank includes

@@ -35,8 +35,7 @@ from seatrial.plan.search.legal import refusal
 from seatrial.plan.search.search import MICROBATCHES, RECOMPUTES, Choice, legal, pair, search
 
 RUNNERS_UP = 4
-# Closer step times cannot be distinguished: the same configuration differs by as much from release to release.
-ALIKE = ROWS
+ALIKE = ROWS  # as in plan/report/advice.py
 Basis = Literal["speed", "memory and traffic"]
 
 
@@ -226,10 +225,13 @@ def _safest(choices: Sequence[Choice], sure: Sequence[Choice]) -> tuple[list[Cho
     fastest = choices[0]
     if not fastest.prediction.verdict.sure and sure:
         safe = sure[0]
+        less = 1 - fastest.prediction.step_s / safe.prediction.step_s
         if safe.prediction.step_s < (1 + ALIKE) * fastest.prediction.step_s:
+            here, there = ({**c.recipe.parallel, **c.recipe.train} for c in (safe, fastest))
+            changed = ", ".join(f"{key} {str(there[key]).lower()}" for key in here if here[key] != there[key])
             why = (
-                f"{fastest.recipe.layout} with microbatch {fastest.recipe.microbatch} has the shortest predicted step but "
-                f"{fastest.prediction.verdict.why}; its speed is indistinguishable from this one, which fits"
+                f"with {changed} a step would be {less:.1%} shorter, too little to tell, but it {fastest.prediction.verdict.why}; "
+                "this one fits with margin"
             )
             others = (c for c in choices if pair(c.recipe) != pair(safe.recipe))
             return [safe, *others], why

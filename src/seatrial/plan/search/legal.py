@@ -1,10 +1,13 @@
-"""Check a layout on a cluster against the job file's rules: what our trainer would refuse is never planned."""
+"""Check a layout on a cluster against the job file's rules: what our trainer would refuse is never planned.
+
+Context parallel, which it does not have, is left to the caller: the search proposes it only for stacks that have it.
+"""
 
 from __future__ import annotations
 
 from seatrial.job.finding import Facts, RuleViolation
 from seatrial.job.job import Job
-from seatrial.job.rules_layout import LAYOUT_RULES
+from seatrial.job.rules_layout import LAYOUT_RULES, not_yet
 from seatrial.job.schema import ParallelSection
 from seatrial.plan.model.cluster import Cluster
 from seatrial.plan.model.recipe import Recipe
@@ -15,7 +18,7 @@ def refusal(job: Job, cluster: Cluster, recipe: Recipe) -> RuleViolation | None:
 
     The sections are copied without validation: their values already have the right types.
     """
-    parallel = ParallelSection.model_construct(context=1, expert=1, **recipe.parallel)
+    parallel = ParallelSection.model_construct(context=recipe.context, expert=1, **recipe.parallel)
     batches = {"microbatch": recipe.microbatch, "global_batch": recipe.global_batch}
     train = job.train.model_copy(update={**batches, "accumulate": recipe.accumulate})
     each = cluster.gpus_per_node
@@ -23,7 +26,4 @@ def refusal(job: Job, cluster: Cluster, recipe: Recipe) -> RuleViolation | None:
     nodes = job.cluster.model_copy(update=at)
     file = job.file.model_copy(update={"parallel": parallel, "train": train, "cluster": nodes})
     facts = Facts(file, job.architecture, recipe.layout)
-    for rule in LAYOUT_RULES:
-        for finding in rule(facts):
-            return finding
-    return None
+    return next((finding for rule in LAYOUT_RULES if rule is not not_yet for finding in rule(facts)), None)

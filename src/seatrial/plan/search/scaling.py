@@ -24,10 +24,8 @@ from seatrial.plan.search.legal import refusal
 from seatrial.plan.search.search import Found, search
 
 Mode = Literal["weak", "strong"]
+MODES: tuple[Mode, Mode] = ("weak", "strong")
 
-# Targets: an efficiency above this at each doubling; a speedup of 12 to 15 from 8 to 128 GPUs, of 16.
-DOUBLING = 0.80
-FROM_GPUS, TO_GPUS, TIMES = 8, 128, (12.0, 15.0)
 # Communication "starts to show" where its share of the step has grown by this much since the first point.
 SHOWS = 0.05
 
@@ -51,15 +49,6 @@ class Point:
     speedup: float | None  # tokens/s over the first point's
     exposed: float | None  # share of the step that is exposed communication
     costs: str | None  # what grew most since the first point, in words
-
-
-@dataclass(frozen=True)
-class TargetResult:
-    """One target, what is predicted, and whether that meets it; None if unknown."""
-
-    target: str
-    predicted: str
-    met: bool | None
 
 
 @dataclass(frozen=True)
@@ -89,9 +78,19 @@ class Scaling:
         return next((p for p in known[1:] if _of(p.exposed) - _of(known[0].exposed) > SHOWS), None)
 
     @property
-    def verdicts(self) -> tuple[TargetResult, ...]:
-        """Results against the targets: more than 80 % at each doubling, 12 to 15 times from 8 to 128 GPUs."""
-        return _doublings(self.known), _span(self.points)
+    def worst(self) -> Point | None:
+        """The point with the least efficiency over that of half its size; None without two such sizes."""
+        return min(
+            (p for p in self.known if p.doubling is not None), key=lambda p: _of(p.doubling), default=None
+        )
+
+    @property
+    def unknown(self) -> str:
+        """Why there are not two sizes to compare, in words; empty where there are."""
+        if len(self.known) > 1:
+            return ""
+        entries = [f"{p.gpus:,} GPUs: {p.why_not}" for p in self.points if p.why_not is not None]
+        return entries[0] if entries else "only one size was asked for"
 
 
 def scaling(
@@ -246,41 +245,6 @@ def _costs(first: Prediction, now: Prediction) -> str | None:
         return None
     by, name = max(grown)
     return f"{name} (+{_percent(by)} of the step)"
-
-
-def _doublings(known: Sequence[Point]) -> TargetResult:
-    target = f"above {_percent(DOUBLING)} at each doubling"
-    seen = [p for p in known if p.doubling is not None]
-    if not seen:
-        return TargetResult(target, "no two sizes that differ by a factor of two", None)
-    worst = min(seen, key=lambda p: _of(p.doubling))
-    text = f"worst {_percent(_of(worst.doubling))}, from {worst.gpus // 2} to {worst.gpus} GPUs"
-    return TargetResult(target, text, _of(worst.doubling) > DOUBLING)
-
-
-def _span(points: Sequence[Point]) -> TargetResult:
-    """Speedup from 8 to 128 GPUs against 12 to 15; if the layout does not run on 8, the known span is reported."""
-    low, high = TIMES
-    target = f"{low:g} to {high:g} times from {FROM_GPUS} to {TO_GPUS} GPUs"
-    known = [p for p in points if p.tokens_per_s is not None]
-    end = next((p for p in known if p.gpus == TO_GPUS), None)
-    start = next((p for p in known if p.gpus == FROM_GPUS), None)
-    if end is None:
-        return TargetResult(target, f"{TO_GPUS} GPUs: {_why(points, TO_GPUS)}", None)
-    if start is None:
-        first = known[0]
-        text = f"{FROM_GPUS} GPUs: {_why(points, FROM_GPUS)}"
-        if first.gpus < TO_GPUS:
-            times, ideal = _of(end.tokens_per_s) / _of(first.tokens_per_s), TO_GPUS / first.gpus
-            text += f"; {times:.1f} times from {first.gpus} to {TO_GPUS}, of {ideal:g} ({_percent(times / ideal)})"
-        return TargetResult(target, text, None)
-    times = _of(end.tokens_per_s) / _of(start.tokens_per_s)
-    return TargetResult(target, f"{times:.1f} times", times >= low)
-
-
-def _why(points: Sequence[Point], gpus: int) -> str:
-    at = next((p for p in points if p.gpus == gpus), None)
-    return "not among the requested sizes" if at is None else (at.why_not or "not known")
 
 
 def _grows(recipe: Recipe, mode: Mode) -> str:

@@ -11,6 +11,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from seatrial.job.architecture import Architecture
 from seatrial.job.job import Job
@@ -30,6 +31,8 @@ from seatrial.plan.search.legal import refusal
 MICROBATCHES = (1, 2, 4, 8, 16, 32)
 RECOMPUTES: tuple[Recompute, ...] = ("none", "full")
 STAGES_PER_RANK = (2, 4)
+CONTEXTS = (2, 4, 8, 16)
+LEAST_TOKENS = 8192  # of a sequence on one rank: shorter ones need no context parallel
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,7 @@ def search(
             if key not in kept or found.step_s < kept[key].prediction.step_s:
                 kept[key] = Choice(recipe, found, limit(found, room))
 
-    for layout in legal(job, cluster, refused, microbatches, recomputes):
+    for layout in legal(job, cluster, refused, microbatches, recomputes, stack):
         tried += 1
         fits = False
         for recipe in ways(job, layout, stack):
@@ -172,17 +175,29 @@ def legal(
     refused: Counter[str],
     microbatches: Sequence[int] = MICROBATCHES,
     recomputes: Sequence[Recompute] = RECOMPUTES,
+    stack: str | Stack = "seatrial",
 ) -> Iterator[Recipe]:
     """Legal layouts on all of `cluster`, without asynchronous tensor parallel; counts refused ones in `refused`."""
     base = replace(Recipe.of(job), async_tensor=False)
     for tensor in tensors(job, cluster):
         for pipeline in divisors(cluster.gpus // tensor, most=cluster.gpus):
-            for schedule, per_rank in schedules(pipeline):
-                data = cluster.gpus // tensor // pipeline
+            ranks = cluster.gpus // tensor // pipeline
+            kinds = product(contexts(base, stack, ranks), schedules(pipeline))
+            for context, (schedule, per_rank) in kinds:
+                data = ranks // context
+                at = replace(base, context=context)
                 for replicate in divisors(data, most=data):
                     layout = Layout(pipeline, replicate, data // replicate, tensor, per_rank, schedule)
                     for micro in microbatches:
-                        yield from _variants(job, cluster, base, layout, micro, refused, recomputes)
+                        yield from _variants(job, cluster, at, layout, micro, refused, recomputes)
+
+
+def contexts(recipe: Recipe, stack: str | Stack, ranks: int) -> list[int]:
+    """Context-parallel sizes to try for `ranks` that would else all be data parallel."""
+    if not stack_for(recipe, stack).context_parallel:
+        return [1]
+    most = recipe.sequence // LEAST_TOKENS
+    return [1, *(c for c in CONTEXTS if c <= most and ranks % c == 0)]
 
 
 def tensors(job: Job, cluster: Cluster) -> list[int]:

@@ -1,4 +1,4 @@
-"""Where a run's checkpoints are: the folder of the job, and its fallback."""
+"""The checkpoint places of a run: the job's folder, and its fallback."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Places:
             self.place(index).prepare()
 
     def name_of(self, index: int, step: int) -> str:
-        """The address of one checkpoint, for people."""
+        """The address of one checkpoint, for display."""
         return self.place(index).where(step)
 
     def candidates(self) -> list[tuple[int, int]]:

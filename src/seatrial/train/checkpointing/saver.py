@@ -127,7 +127,7 @@ class Saver:
                 self._writer.prepare(self._pieces())
 
     def news(self, step_s: float) -> SaveNews:
-        """What this rank puts into the vector of the next step, which takes about `step_s`. Never waits."""
+        """This rank's values for the vector of the next step, which takes about `step_s`. Never blocks."""
         self._look()
         if not self._writes:
             return self._news

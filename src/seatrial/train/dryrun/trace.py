@@ -48,7 +48,7 @@ PARAMETERS, OPTIMIZER, INPUTS = "parameters", "optimizer", "inputs"
 
 @dataclass(frozen=True)
 class Traced:
-    """What one step of one rank needs, in bytes."""
+    """Memory and traffic of one step of one rank, in bytes."""
 
     parameter_bytes: int
     gradient_bytes: int

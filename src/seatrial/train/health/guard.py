@@ -1,4 +1,4 @@
-"""What to do about a step with implausible values: redo it, roll back and replay, skip its samples, stop.
+"""Decides how to handle a step with implausible values: redo it, roll back and replay, skip its samples, or stop.
 
 Pure decisions. Every rank judges the same summed values with the same history, so all ranks decide alike without
 communicating.
@@ -36,7 +36,7 @@ Action = Literal["accept", "redo", "back", "skip", "fail"]
 
 @dataclass(frozen=True)
 class StepDecision:
-    """What to do after a step. A problem is to be reported where `signal` is not None."""
+    """The decision after a step. `signal`, if not None, is to be reported."""
 
     action: Action
     signal: Literal["nonfinite", "loss_spike"] | None = None

@@ -34,7 +34,7 @@ Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 def check_product(
     device: torch.device, dtype: torch.dtype, *, multiply: Multiply = torch.matmul
 ) -> str | None:
-    """What is wrong with matrix products in `dtype`, or None. Tests pass a faulty `multiply`.
+    """The problem of matrix products in `dtype`, or None. Tests pass a faulty `multiply`.
 
     C = A B is compared with a reference that multiplies no matrices: C x = A (B x) in float64 on the host (Freivalds,
     1977). x has no zeros, so one wrong element of C is always detected. Further products must be bit-identical.
@@ -59,7 +59,7 @@ def check_product(
 def check_memory(
     device: torch.device, *, disturb: Callable[[torch.Tensor], None] | None = None
 ) -> str | None:
-    """What is wrong with the memory, or None: patterns are written to many blocks, then all blocks are read back.
+    """The problem of the memory, or None: patterns are written to many blocks, then all blocks are read back.
 
     Tests pass a `disturb` that changes a block.
     """

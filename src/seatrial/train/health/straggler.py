@@ -21,7 +21,7 @@ _LEAST_SHARE = 0.003  # of the step: a smaller loss in the measured work delays 
 
 @dataclass(frozen=True)
 class Straggler:
-    """`rank` took `seconds` for its own work of a step, where the median of its peers took `peers`."""
+    """`rank` took `seconds` for its own work in a step; the median of its peers is `peers`."""
 
     rank: int
     seconds: float

@@ -39,7 +39,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Source:
-    """Where the state comes from."""
+    """The source of the state."""
 
     kind: Kind
     step: int  # the state after that step

@@ -1,4 +1,4 @@
-"""What a rank is doing when a dump is requested: its collectives, from torch's flight recorder, and its stacks.
+"""The state of a rank when a dump is requested: its collectives, from torch's flight recorder, and its stacks.
 
 Measured on torch 2.13 with gloo: an operation's `state` stays "scheduled" forever, but `retired` shows that it has
 ended; send and receive are not recorded at all, so the peer that a pipeline stage waits for is read from its stack.
@@ -122,7 +122,7 @@ def _peer(op: str, ranks: list[int] | None) -> int | None:
 
 
 def position(frames: dict[int, FrameType], main_thread: int, *, waiting: bool) -> dict[str, Any]:
-    """Where the main thread is, and whether it waits for other ranks there.
+    """The position of the main thread, and whether it waits for other ranks there.
 
     `in` is "communication", "device" or "python"; `peers` are the ranks of a send or receive there, None if it is
     neither. `waiting`: some operation of this rank has not ended.

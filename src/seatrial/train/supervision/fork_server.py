@@ -1,7 +1,8 @@
 """The fork server: one process per node that has already imported torch and forks a rank for each request.
 
 Importing torch costs about two seconds of CPU. Paid once per node instead of once per rank, eight ranks on two cores
-start after 3 s instead of 20 s, and share the imported pages. For ranks on CPU only (docs/design.md, section 6).
+start after 3 s instead of 20 s, and share the imported pages. Ranks on GPUs may be forked as long as nothing has
+initialised CUDA: a forked process cannot use its parent's context.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from seatrial.base import process
+from seatrial.base.complain import complain
 from seatrial.base.fork_server import ForkServer, import_to_share
 from seatrial.base.lines import Channel
 from seatrial.record import messages as msg
@@ -33,7 +35,7 @@ class RankForkServer:
 
     def serve(self) -> None:
         """Serve until the agent has exited; then kill every process of this node."""
-        self._tell(msg.ForkServerReady())
+        self._send(msg.ForkServerReady())
         while self.server.wait():
             pass
         # A healthy agent kills its fork server itself. So the agent has died, and this process cleans up in its place.
@@ -49,23 +51,28 @@ class RankForkServer:
             case msg.Fork():
                 self._fork(order)
 
-    def _tell(self, message: msg.FromForkServer) -> None:
+    def _send(self, message: msg.FromForkServer) -> None:
         self.channel.send(msg.encode(message))
 
     def _fork(self, order: msg.Fork) -> None:
         def body() -> int:
             os.environ.update(order.env)
+            if order.cpus:
+                try:
+                    os.sched_setaffinity(0, order.cpus)
+                except OSError as error:  # these CPUs have been taken from this node since
+                    complain(f"could not bind this rank to its GPU's CPUs: {error}")
             sys.argv = [self.worker.__name__, *order.argv]
             code = self.worker.main(order.argv)
             return 0 if code is None else int(code)
 
         pid = self.server.fork(body, Path(order.log))
         self.ranks[pid] = order.rank
-        self._tell(msg.Forked(order.rank, pid, order.token))
+        self._send(msg.Forked(order.rank, pid, order.token))
 
     def _reaped(self, pid: int, status: int) -> None:
         rank = self.ranks.pop(pid)
-        self._tell(msg.ForkedExited(rank, pid, status, time.time()))
+        self._send(msg.ForkedExited(rank, pid, status, time.time()))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,6 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     process.die_with_parent(arguments.parent)
     channel = Channel.from_fd(arguments.channel)
     worker = import_to_share(arguments.worker_module)
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        raise RuntimeError(f"importing {arguments.worker_module} initialised CUDA: no rank could use it")
     fork_server = RankForkServer(worker, channel, arguments.mark)
     process.die_with_parent(arguments.parent, signal.SIGTERM)
     fork_server.serve()

@@ -12,7 +12,7 @@ class Supervisor(Protocol):
     """Receives a heartbeat for every step and requests early exits. No method blocks."""
 
     def wants(self) -> Leaving | None:
-        """What this rank is asked to do at the end of the step that begins now."""
+        """The request to this rank for the end of the step that starts now."""
         ...
 
     def beat(self, step: int, seconds: float, first: bool) -> None:

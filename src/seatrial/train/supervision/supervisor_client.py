@@ -140,7 +140,7 @@ class SupervisorClient:
     # -- receiving
 
     def wants(self) -> Leaving | None:
-        """What this rank is asked to do at the end of the step that begins now. Never waits."""
+        """The request to this rank for the end of the step that starts now. Never blocks."""
         asked = self._yield
         return asked[1] if asked is not None and asked[0] == self._generation else None
 

@@ -1,7 +1,7 @@
-"""The condition of each rule: whether it holds now, and the evidence. Pure functions of a `Situation`.
+"""The condition of each alert rule: whether it holds now, with evidence. Pure functions of a `Situation`.
 
-A condition gets its rule and the alert that fires already, None if none does: a value between `clear` and `limit` keeps
-an alert, and begins none. Where the run has decided something itself, the condition refers to its event.
+A condition gets its rule and the firing alert (or None). Between `clear` and `limit` an alert stays as it is: it keeps
+firing, but does not start. Where the run itself judges something, the condition refers to its event.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from seatrial.watch.alerts.situation import Situation
 
 _parsed = lru_cache(maxsize=1 << 14)(
     parse_series
-)  # every node has the same names, and they are looked at every second
-_MOST_LISTED = 32  # nodes, or values, that an alert gives numbers of; it names all nodes
-_LEAST_BEFORE = 20  # steps without which nothing is usual
+)  # cached: all nodes have the same names, evaluated every second
+_MOST_LISTED = 32  # nodes with values in the evidence; the alert itself lists all nodes
+_LEAST_BEFORE = 20  # steps needed for a baseline
 _STANDSTILL = ("recovering", "waiting_for_nodes", "step_overdue", "hang_blamed", "checkpoint_overdue")
 _LINK_SIGNALS = ("link_errors", "link_down", "nvlink_errors", "sxid")
 _CONGESTION_SIGNALS = ("congestion", "retransmissions")
@@ -33,8 +33,8 @@ _HELD_BACK = ("hw_slowdown", "hw_thermal", "hw_power_brake", "sw_thermal")
 
 
 @dataclass(frozen=True)
-class Found:
-    """A condition that holds."""
+class ConditionMatch:
+    """A condition that holds, with its evidence."""
 
     message: str
     evidence: Mapping[str, Any]
@@ -43,32 +43,32 @@ class Found:
     command: str | None
 
 
-Condition = Callable[[Situation, Rule, Alert | None], Found | None]
+Condition = Callable[[Situation, Rule, Alert | None], ConditionMatch | None]
 
 
 def evaluate(
     situation: Situation, rules: Mapping[str, Rule], firing: Mapping[str, Alert]
-) -> dict[str, Found]:
-    """Rule -> what was found, of those whose condition holds."""
+) -> dict[str, ConditionMatch]:
+    """The match of each rule whose condition holds."""
     answers = {name: CONDITIONS[name](situation, rule, firing.get(name)) for name, rule in rules.items()}
     return {name: found for name, found in answers.items() if found is not None}
 
 
-# -- what the run has decided
+# -- judged by the run itself
 
 
 def _of_kind(kind: str) -> Condition:
-    def condition(s: Situation, rule: Rule, held: Alert | None) -> Found | None:
+    def condition(s: Situation, rule: Rule, held: Alert | None) -> ConditionMatch | None:
         return _by_events(s, rule, s.recent((kind,), rule.limits["window_s"]))
 
     return condition
 
 
-def _congestion(s: Situation, rule: Rule, held: Alert | None) -> Found | None:
+def _congestion(s: Situation, rule: Rule, held: Alert | None) -> ConditionMatch | None:
     return _by_events(s, rule, _signals(s, rule, _CONGESTION_SIGNALS))
 
 
-def _link_errors(s: Situation, rule: Rule, held: Alert | None) -> Found | None:
+def _link_errors(s: Situation, rule: Rule, held: Alert | None) -> ConditionMatch | None:
     found = _by_events(s, rule, _signals(s, rule, _LINK_SIGNALS))
     if found is not None:
         return found
@@ -80,12 +80,12 @@ def _link_errors(s: Situation, rule: Rule, held: Alert | None) -> Found | None:
 
 
 def _signals(s: Situation, rule: Rule, names: Sequence[str]) -> list[Event]:
-    """The abnormal counters that agents have reported."""
+    """Abnormal counters reported by agents."""
     events = s.recent(("signal",), rule.limits["window_s"])
     return [e for e in events if str((e.data or {}).get("signal")).partition(":")[0] in names]
 
 
-def _by_events(s: Situation, rule: Rule, events: Sequence[Event]) -> Found | None:
+def _by_events(s: Situation, rule: Rule, events: Sequence[Event]) -> ConditionMatch | None:
     if not events:
         return None
     last = events[-1]
@@ -98,7 +98,7 @@ def _by_events(s: Situation, rule: Rule, events: Sequence[Event]) -> Found | Non
 # -- steps
 
 
-def _no_progress(s: Situation, rule: Rule, held: Alert | None) -> Found | None:
+def _no_progress(s: Situation, rule: Rule, held: Alert | None) -> ConditionMatch | None:
     last = s.steps[-1] if s.steps and s.steps[-1].time >= s.started else None
     if last is not None and s.total_steps is not None and last.step >= s.total_steps:
         return None
@@ -118,7 +118,7 @@ def _no_progress(s: Situation, rule: Rule, held: Alert | None) -> Found | None:
     return _found(s, rule, detail, evidence, nodes=nodes, rank=None if why is None else why.rank, event=why)
 
 
-def _gradient_drift(s: Situation, rule: Rule, held: Alert | None) -> Found | None:
+def _gradient_drift(s: Situation, rule: Rule, held: Alert | None) -> ConditionMatch | None:
     if not s.steps or s.steps[-1].step < rule.limits["after_step"]:
         return None
     now, usual = _now_and_usual(rule, [each.grad_norm for each in s.steps], held)
@@ -128,7 +128,7 @@ def _gradient_drift(s: Situation, rule: Rule, held: Alert | None) -> Found | Non
     return _found(s, rule, f"{now:.3g}, {now / usual:.1f} times the usual {usual:.3g}", evidence)
 
 
-def _throughput_drop(s: Situation, rule: Rule, held: Alert | None) -> Found | None:
+def _throughput_drop(s: Situation, rule: Rule, held: Alert | None) -> ConditionMatch | None:
     # The first step of a generation compiles and connects.
     whole = [b for a, b in zip(s.steps, s.steps[1:], strict=False) if a.generation == b.generation]
     now, usual = _now_and_usual(rule, [each.tokens_per_s_per_gpu for each in whole], held)
@@ -140,7 +140,7 @@ def _throughput_drop(s: Situation, rule: Rule, held: Alert | None) -> Found | No
 
 
 def _now_and_usual(rule: Rule, values: list[float], held: Alert | None) -> tuple[float | None, float | None]:
-    """Medians of the last steps and of those before. While the alert fires, what was usual then stays so."""
+    """Median of the last steps, and the baseline before them. While the alert fires, the baseline is frozen."""
     values = [value for value in values if math.isfinite(value) and value > 0]
     few, many = int(rule.limits["steps"]), int(rule.limits["before"])
     now = median(values[-few:]) if len(values) >= few else None
@@ -155,17 +155,17 @@ def _now_and_usual(rule: Rule, values: list[float], held: Alert | None) -> tuple
 # -- hardware
 
 
-def _gpu_hot(s: Situation, rule: Rule, held: Alert | None) -> Found | None:
+def _gpu_hot(s: Situation, rule: Rule, held: Alert | None) -> ConditionMatch | None:
     worst = _worst(s, held, "gpu_temperature_celsius", lambda labels: True)
     return _beyond(s, rule, held, worst, lambda value: f"{value:.0f} °C")
 
 
-def _gpu_throttled(s: Situation, rule: Rule, held: Alert | None) -> Found | None:
+def _gpu_throttled(s: Situation, rule: Rule, held: Alert | None) -> ConditionMatch | None:
     worst = _worst(s, held, "gpu_throttle_ratio", lambda labels: labels.get("reason") in _HELD_BACK)
     return _beyond(s, rule, held, worst, lambda value: f"{value:.0%} of the time")
 
 
-def _storage_full(s: Situation, rule: Rule, held: Alert | None) -> Found | None:
+def _storage_full(s: Situation, rule: Rule, held: Alert | None) -> ConditionMatch | None:
     free: dict[int, float] = {}
     where: dict[int, str] = {}
     for node, values in _fresh(s).items():
@@ -176,7 +176,7 @@ def _storage_full(s: Situation, rule: Rule, held: Alert | None) -> Found | None:
                 continue
             if left / total < free.get(node, math.inf):
                 free[node], where[node] = left / total, labels.get("storage", "")
-    # `_beyond` looks for what is high.
+    # `_beyond` compares upwards, so used space instead of free.
     used = {node: 1 - share for node, share in free.items()}
     limits = {name: 1 - rule.limits[name] for name in ("limit", "clear")}
     found = _beyond(s, rule, held, used, lambda value: f"{1 - value:.1%} free", limits)
@@ -184,18 +184,18 @@ def _storage_full(s: Situation, rule: Rule, held: Alert | None) -> Found | None:
         return None
     stores = sorted({where[node] for node in found.nodes if node in where})
     evidence = {"free": min(free.values(), default=None), "limit": rule.limits["limit"], "storage": stores}
-    return Found(f"{found.message}: {', '.join(stores)}", evidence, found.nodes, None, found.command)
+    return ConditionMatch(f"{found.message}: {', '.join(stores)}", evidence, found.nodes, None, found.command)
 
 
 def _fresh(s: Situation) -> dict[int, Mapping[str, float]]:
-    """Node -> values, of the nodes whose telemetry is not too old."""
+    """Telemetry values by node, without stale nodes."""
     return {n: each.values for n, each in s.samples.items() if s.now - each.time <= 3 * each.every_s + 10}
 
 
 def _worst(
     s: Situation, held: Alert | None, name: str, wanted: Callable[[Mapping[str, str]], bool]
 ) -> dict[int, float]:
-    """Node -> its largest value of that series."""
+    """The largest value of the series on each node."""
     found = {}
     for node, values in _fresh(s).items():
         of_node = [v for k, v in values.items() if k.startswith(name + "{") and wanted(_parsed(k)[1])]
@@ -211,8 +211,8 @@ def _beyond(
     values: Mapping[int, float],
     text: Callable[[float], str],
     limits: Mapping[str, float] | None = None,
-) -> Found | None:
-    """The nodes whose value is at `limit`, or of those concerned already at `clear`; unread ones of these stay."""
+) -> ConditionMatch | None:
+    """Nodes at `limit`, or at `clear` if the alert already lists them; of these, nodes without new values stay listed."""
     limits = rule.limits if limits is None else limits
     concerned = set() if held is None else set(held.nodes)
     high = {n: v for n, v in values.items() if v >= limits["clear" if n in concerned else "limit"]}
@@ -233,7 +233,7 @@ def _beyond(
 # -- checkpoints and nodes
 
 
-def _checkpoint_overdue(s: Situation, rule: Rule, held: Alert | None) -> Found | None:
+def _checkpoint_overdue(s: Situation, rule: Rule, held: Alert | None) -> ConditionMatch | None:
     if not s.steps:
         return None
     last, step = s.steps[-1], 0 if s.checkpoint is None else s.checkpoint.step
@@ -252,11 +252,11 @@ def _checkpoint_overdue(s: Situation, rule: Rule, held: Alert | None) -> Found |
         "factor": rule.limits["factor"],
     }
     why = (failed + waits)[-1] if failed or waits else None
-    detail = f"the newest is of step {step}, {unsaved} steps ago" if step else f"none after {unsaved} steps"
+    detail = f"the latest is of step {step}, {unsaved} steps ago" if step else f"none after {unsaved} steps"
     return _found(s, rule, detail, evidence, event=why)
 
 
-def _idle_nodes(s: Situation, rule: Rule, held: Alert | None) -> Found | None:
+def _idle_nodes(s: Situation, rule: Rule, held: Alert | None) -> ConditionMatch | None:
     beyond = list(s.spares)[s.wanted_spares :]
     why = {**dict.fromkeys(beyond, "spare beyond cluster.spares"), **s.idle}
     if not why:
@@ -266,7 +266,7 @@ def _idle_nodes(s: Situation, rule: Rule, held: Alert | None) -> Found | None:
     return _found(s, rule, f"{_nodes(sorted(why))}: {why[min(why)]}", evidence, nodes=sorted(why))
 
 
-def _untested_nodes(s: Situation, rule: Rule, held: Alert | None) -> Found | None:
+def _untested_nodes(s: Situation, rule: Rule, held: Alert | None) -> ConditionMatch | None:
     if not s.untested:
         return None
     nodes = sorted(s.untested)
@@ -274,7 +274,7 @@ def _untested_nodes(s: Situation, rule: Rule, held: Alert | None) -> Found | Non
     return _found(s, rule, f"{_nodes(nodes)} came back", evidence, nodes=nodes)
 
 
-def _spares_exhausted(s: Situation, rule: Rule, held: Alert | None) -> Found | None:
+def _spares_exhausted(s: Situation, rule: Rule, held: Alert | None) -> ConditionMatch | None:
     if not s.wanted_spares or not s.training or s.spares:
         return None
     evidence = {
@@ -287,11 +287,11 @@ def _spares_exhausted(s: Situation, rule: Rule, held: Alert | None) -> Found | N
     return _found(s, rule, detail, evidence)
 
 
-# -- texts
+# -- message texts
 
 
 def _nodes(nodes: Sequence[int]) -> str:
-    """Nodes as text, runs of numbers as ranges: "nodes 0-63"."""
+    """Nodes as text, with ranges: "nodes 0-63"."""
     ranges: list[list[int]] = []
     for node in nodes:
         if ranges and ranges[-1][1] == node - 1:
@@ -312,15 +312,17 @@ def _found(
     nodes: Sequence[int] = (),
     rank: int | None = None,
     event: Event | None = None,
-) -> Found:
-    """With the rule's texts. `event`: what the run recorded of it."""
+) -> ConditionMatch:
+    """A match with the rule's texts. `event`: the run's own event, if it recorded one."""
     if event is not None:
         seen = {"kind": event.kind, "time": event.time, "message": event.message}
         own = (event.data or {}).get("evidence")
         evidence = {**evidence, "event": {**seen, "evidence": own} if own else seen}
     command = rule.command if nodes else rule.command.removesuffix(" --node {node}")
     where = {"run": shlex.quote(s.run), "job": shlex.quote(s.job), "node": nodes[0] if nodes else ""}
-    return Found(f"{rule.summary}: {detail}", evidence, list(nodes), rank, command.format_map(where) or None)
+    return ConditionMatch(
+        f"{rule.summary}: {detail}", evidence, list(nodes), rank, command.format_map(where) or None
+    )
 
 
 CONDITIONS: Mapping[str, Condition] = {

@@ -1,7 +1,7 @@
-"""Delivers alerts to their receivers, each in a thread of its own: retries, refreshes, nothing twice.
+"""Delivers alerts, with one thread per receiver: retries, refreshes, no duplicates.
 
-What was delivered is kept in control/alerts_delivered.json, so that a restarted monitor, or one on another node, does
-not deliver it again. If that file cannot be written, as on a full disk, alerts are still delivered.
+Deliveries are recorded in control/alerts_delivered.json, so that a restarted monitor, or one on another node, does
+not repeat them. If that file cannot be written, as on a full disk, alerts are still delivered.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from seatrial.base.files import read_json
 from seatrial.record import messages as msg
 from seatrial.record.alerting import Alert
 from seatrial.watch.alerts.receivers import Receiver, Undelivered
-from seatrial.watch.follows import Tell
+from seatrial.watch.monitor_task import Send
 
 _RETRIES_S = (1.0, 2.0, 5.0, 15.0, 60.0, 300.0, 300.0, 300.0, 300.0, 300.0, 300.0)  # half an hour
-_Mark = list[Any]  # identifies what was delivered of an alert; as JSON gives it back
+_Mark = list[Any]  # identifies the delivered version of an alert; JSON types only
 
 
 class Delivery:
-    """All receivers of a run."""
+    """Delivery to all receivers of a run."""
 
-    def __init__(self, receivers: Iterable[Receiver], file: Path, tell: Tell) -> None:
+    def __init__(self, receivers: Iterable[Receiver], file: Path, send: Send) -> None:
         self._store = _Store(file)
-        self._lines = [_Line(receiver, self._store, tell) for receiver in receivers]
+        self._lines = [_ReceiverQueue(receiver, self._store, send) for receiver in receivers]
 
     def start(self, known: Iterable[Alert]) -> None:
-        """Begin. `known`: the newest alert of each key according to the record."""
+        """Start the threads. `known`: the latest recorded alert of each key."""
         for alert in known:
             for line in self._lines:
                 line.add(alert, recorded=True)
@@ -40,32 +40,32 @@ class Delivery:
             line.thread.start()
 
     def add(self, alert: Alert) -> None:
-        """Have an alert delivered that fires, has grown, or is resolved."""
+        """Queue an alert that fires, was updated, or is resolved."""
         for line in self._lines:
             line.add(alert)
 
     def close(self, until: float) -> None:
-        """Try once more what is pending, until `until` on the clock of `time.monotonic`."""
+        """Try pending deliveries once more, until `until` (time.monotonic)."""
         for line in self._lines:
             line.end()
         for line in self._lines:
             line.thread.join(max(0.0, until - time.monotonic()))
 
 
-class _Line:
-    """One receiver with what it has yet to get."""
+class _ReceiverQueue:
+    """One receiver and its pending alerts."""
 
-    def __init__(self, receiver: Receiver, store: _Store, tell: Tell) -> None:
-        self._receiver, self._store, self._tell = receiver, store, tell
+    def __init__(self, receiver: Receiver, store: _Store, send: Send) -> None:
+        self._receiver, self._store, self._send = receiver, store, send
         self._condition = threading.Condition()
-        self._pending: dict[str, Alert] = {}  # key -> newest
-        self._firing: dict[str, Alert] = {}  # delivered, and to be refreshed
+        self._pending: dict[str, Alert] = {}  # key -> latest
+        self._firing: dict[str, Alert] = {}  # delivered, to be refreshed
         self._failures = 0  # in a row
         self._ending = False
         self.thread = threading.Thread(target=self._run, daemon=True)
 
     def add(self, alert: Alert, *, recorded: bool = False) -> None:
-        """`recorded`: by an earlier monitor, which may have delivered it."""
+        """`recorded`: from an earlier monitor, which may have delivered it."""
         delivered = self._store.mark(self._receiver.name, alert.key)
         with self._condition:
             if recorded and alert.state == "firing" and delivered == _mark(alert):
@@ -104,7 +104,7 @@ class _Line:
         """Send what is pending; returns the seconds until the next attempt."""
         for alert in list(self._pending.values()):
             known = self._store.mark(self._receiver.name, alert.key) is not None
-            if alert.state == "firing" or known:  # else it was over before anybody heard of it
+            if alert.state == "firing" or known:  # a resolved alert that was never delivered is dropped
                 try:
                     self._receiver.send(alert, time.time())
                 except Undelivered as error:
@@ -127,13 +127,13 @@ class _Line:
         self._failures += 1
         name = self._receiver.name
         if self._failures == 1:
-            text = f"alerts cannot be delivered to the {name}: {reason}; tried again for half an hour"
-            self._tell(msg.MonitorFailed("alert_delivery_failed", text, {"to": name, "error": reason}))
+            text = f"cannot deliver alerts to the {name}: {reason}; retrying for half an hour"
+            self._send(msg.MonitorFailed("alert_delivery_failed", text, {"to": name, "error": reason}))
         if self._failures <= len(_RETRIES_S):
             return _RETRIES_S[self._failures - 1]
         with self._condition:
-            self._pending.clear()  # the record has them
-        self._failures = 1  # said already; the next alert is tried again
+            self._pending.clear()  # they stay in alerts.jsonl
+        self._failures = 1  # reported already; the next alert starts new retries
         return 0.0
 
     def _refresh(self) -> None:
@@ -148,7 +148,7 @@ class _Line:
 
 
 class _Store:
-    """What was delivered of alerts that fire, in a file."""
+    """Which version of each firing alert was delivered, in a file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -161,7 +161,7 @@ class _Store:
         except FileNotFoundError:
             pass
         except (OSError, ValueError, AttributeError, TypeError) as error:
-            complain(f"{path} cannot be used, alerts may be delivered again: {error}")
+            complain(f"cannot read {path}, alerts may be delivered twice: {error}")
             self._marks = {}
 
     def mark(self, receiver: str, key: str) -> _Mark | None:
@@ -169,7 +169,7 @@ class _Store:
             return self._marks.get(receiver, {}).get(key)
 
     def put(self, receiver: str, key: str, mark: _Mark | None) -> None:
-        """None: it is resolved."""
+        """Record a delivery; None: the alert is resolved, forget it."""
         with self._lock:
             marks = self._marks.setdefault(receiver, {})
             if mark is None:

@@ -1,4 +1,4 @@
-"""An alert as each receiver gets it. Pure."""
+"""Renders an alert for each kind of receiver. Pure."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ _LONGEST_TEXT = 2000  # characters; Slack shows 4,000
 
 
 def name_of(rule: str) -> str:
-    """The name of a rule's alert in Prometheus and Alertmanager: "SeatrialGpuHot"."""
+    """The alert name in Prometheus and Alertmanager, such as "SeatrialGpuHot"."""
     return "Seatrial" + "".join(word.capitalize() for word in rule.split("_"))
 
 
 def severity_of(rule: Rule) -> str:
-    """The severity of a rule as the label that users of Prometheus route by."""
+    """The severity label that Prometheus users route by."""
     return "critical" if rule.severity == "error" else rule.severity
 
 
 def document(alert: Alert, run: str) -> dict[str, Any]:
-    """Everything about an alert, for programs. `run`: the name of the run."""
+    """The whole alert as a JSON document. `run`: the name of the run."""
     found: dict[str, Any] = finite({"run": run, **vars(alert)})
     return found
 
 
 def text(alert: Alert, run: str) -> str:
-    """For people, in a few lines."""
+    """The alert as a few lines of text."""
     mark = "RESOLVED" if alert.state == "resolved" else alert.severity.upper()
     lines = [f"[{mark}] {run}: {alert.message}"[:_LONGEST_TEXT]]
     if alert.state == "firing" and alert.command is not None:
@@ -39,12 +39,12 @@ def text(alert: Alert, run: str) -> str:
 
 
 def webhook_body(alert: Alert, run: str) -> bytes:
-    """For a webhook: `text` is what Slack and its like show."""
+    """The body for a webhook; Slack and similar services show `text`."""
     return json.dumps({"text": text(alert, run), "alert": document(alert, run)}).encode()
 
 
 def environment(alert: Alert, run: str) -> dict[str, str]:
-    """The variables that a command gets."""
+    """Environment variables for a command receiver."""
     values = {
         "RUN": run,
         "RULE": alert.rule,
@@ -54,14 +54,14 @@ def environment(alert: Alert, run: str) -> dict[str, str]:
         "NODES": ",".join(map(str, alert.nodes)),
         "COMMAND": alert.command or "",
     }
-    # A NUL cannot be part of a variable.
+    # Environment variables cannot contain NUL.
     return {f"SEATRIAL_ALERT_{key}": value.replace("\0", "") for key, value in values.items()}
 
 
 def alertmanager_body(alert: Alert, run: str, now: float, lasts_s: float) -> bytes:
-    """For POST /api/v2/alerts. A firing alert ends by itself `lasts_s` after now, unless it is sent again.
+    """The body for POST /api/v2/alerts. A firing alert expires `lasts_s` after `now` unless it is sent again.
 
-    The labels are its identity, so they have nothing that changes while it fires.
+    Labels are its identity, so nothing that changes while it fires may be a label.
     """
     firing = alert.state == "firing"
     annotations = {
@@ -71,7 +71,7 @@ def alertmanager_body(alert: Alert, run: str, now: float, lasts_s: float) -> byt
         "evidence": json.dumps(finite(alert.evidence))[:_LONGEST_TEXT],
     }
     labels = {"alertname": name_of(alert.rule), "rule": alert.rule, "run": run, "source": "seatrial"}
-    if alert.rule in rules():  # not of an older version
+    if alert.rule in rules():  # older versions had other rules
         labels["severity"] = severity_of(rules()[alert.rule])
     body = {
         "labels": labels,

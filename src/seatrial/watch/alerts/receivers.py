@@ -1,6 +1,6 @@
-"""Who gets alerts besides the record: a command, a webhook, an Alertmanager.
+"""Receivers of alerts: a command, a webhook, an Alertmanager.
 
-`send` raises Undelivered with a reason that has no secret in it: the address of a webhook is one.
+`send` raises Undelivered. Its reason never contains the address of a webhook, which is a secret.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from seatrial.watch.alerts import notice
 
 TIMEOUT_S = 10.0
 _COMMAND_S = 30.0
-REFRESH_S = 60.0  # between two messages to Alertmanager about an alert that fires
-_LASTS_S = 4 * REFRESH_S  # it drops alerts that it has not heard of for so long
+REFRESH_S = 60.0  # between two messages to Alertmanager about a firing alert
+_LASTS_S = 4 * REFRESH_S  # Alertmanager expires alerts that are not refreshed for so long
 
 
 class Undelivered(Exception):
-    """The receiver did not take it; it may later."""
+    """Delivery failed; a retry may succeed."""
 
 
 class Receiver(Protocol):
-    """One of them."""
+    """Something that alerts are delivered to."""
 
     name: str
-    refresh_s: float | None  # how often it must be sent alerts that fire; None: once
+    refresh_s: float | None  # interval for resending firing alerts; None: send once
 
     def send(self, alert: Alert, now: float) -> None:
         """Deliver one alert. Raises Undelivered."""
 
 
 class Command:
-    """A program of the user's, without a shell."""
+    """A program of the user, run without a shell."""
 
     name = "command"
     refresh_s: float | None = None
@@ -75,13 +75,13 @@ class Command:
 
 
 class Webhook:
-    """An address that takes JSON, as Slack's incoming webhooks do. Read anew each time, so that it can be replaced."""
+    """A URL that accepts JSON, such as a Slack incoming webhook. Read again for each alert, so that it can be replaced."""
 
     name = "webhook"
     refresh_s: float | None = None
 
     def __init__(self, address: Callable[[], str], run: str) -> None:
-        """`address` raises Undelivered."""
+        """`address` returns the URL, or raises Undelivered."""
         self._address, self._run = address, run
 
     def send(self, alert: Alert, now: float) -> None:
@@ -89,7 +89,7 @@ class Webhook:
 
 
 class Alertmanager:
-    """Prometheus' Alertmanager, by its API v2."""
+    """Prometheus Alertmanager, API v2."""
 
     name = "alertmanager"
     refresh_s: float | None = REFRESH_S
@@ -102,7 +102,7 @@ class Alertmanager:
 
 
 def receivers(watch: WatchSection, run: str, environment: Mapping[str, str]) -> list[Receiver]:
-    """Those of a job."""
+    """The receivers that a job configures."""
     found: list[Receiver] = []
     if watch.alert_command is not None:
         found.append(Command(watch.alert_command, run))
@@ -154,7 +154,7 @@ def _post(address: str, body: bytes) -> None:
         reason = error.reason
         known = reason.strerror if isinstance(reason, OSError) else None
         raise Undelivered(f"not reached: {known or type(reason).__name__}") from None
-    except (OSError, http.client.HTTPException) as error:  # their texts may contain the address
+    except (OSError, http.client.HTTPException) as error:  # the exception's text may contain the address
         known = error.strerror if isinstance(error, OSError) else None
         raise Undelivered(f"not reached: {known or type(error).__name__}") from None
     except ValueError:

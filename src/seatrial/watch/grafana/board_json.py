@@ -1,4 +1,4 @@
-"""Dashboards as Grafana's JSON, from the table of panels."""
+"""Grafana dashboard JSON from the table of panels."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 from seatrial.watch.grafana.panels import Board, Panel
 from seatrial.watch.grafana.queries import INFO
 
-_SCHEMA = 39  # Grafana 10.3; later ones migrate it when they load it
+_SCHEMA = 39  # Grafana 10.3; later versions migrate it on load
 _WIDTH, _HEIGHTS = 24, {"stat": 4, "timeseries": 8, "bargauge": 8, "table": 8}
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 
 def dashboard(board: Board) -> dict[str, Any]:
-    """One dashboard, to be imported or provisioned; the same table gives the same JSON."""
+    """One dashboard, for import or provisioning. Deterministic."""
     panels: list[dict[str, Any]] = []
     y = 0
     for heading, row in board.rows:
@@ -41,7 +41,7 @@ def dashboard(board: Board) -> dict[str, Any]:
         "schemaVersion": _SCHEMA,
         "version": 1,
         "editable": True,
-        "graphTooltip": 1,  # one crosshair for all panels
+        "graphTooltip": 1,  # shared crosshair
         "refresh": "15s",
         "time": {"from": "now-3h", "to": "now"},
         "timezone": "browser",
@@ -78,10 +78,10 @@ def _variable(name: str, query: str, several: bool, all_of_them: bool) -> dict[s
         "label": name,
         "datasource": _SOURCE,
         "query": {"query": query, "refId": name},
-        "refresh": 2,  # when the period changes
-        "sort": 3,  # by number
+        "refresh": 2,  # refresh when the time range changes
+        "sort": 3,  # numerically
         "multi": several,
-        "includeAll": all_of_them,  # not of nodes: a browser cannot draw a thousand
+        "includeAll": all_of_them,  # no "All" for nodes: a browser cannot draw a thousand
     }
 
 

@@ -18,7 +18,7 @@ _EXAMPLE = RunFolder(Path("/shared/runs/first-voyage"))
 
 
 def write_files(folder: Path, runs: Sequence[RunFolder]) -> list[Path]:
-    """Write dashboards, rules, and an example configuration that follows `runs`; their paths. Raises OSError."""
+    """Write dashboards, rules, and an example configuration for `runs`. Returns the paths. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     texts = {f"{each.uid}.json": json.dumps(dashboard(each), indent=1) + "\n" for each in boards()}
     texts |= {RULES: rules_yaml(), CONFIG: _config(runs or [_EXAMPLE])}
@@ -28,7 +28,7 @@ def write_files(folder: Path, runs: Sequence[RunFolder]) -> list[Path]:
 
 
 def how_to_load(folder: Path) -> str:
-    """What to do with them."""
+    """Instructions for loading the files, as text."""
     return f"""Prometheus (2.42 or later):
   promtool check config {folder / CONFIG}
   add rule_files and the scrape configuration of {folder / CONFIG} to yours, one line for each run
@@ -40,7 +40,7 @@ Grafana: Dashboards > New > Import, each of {folder}/*.json; or put them into th
 def _config(runs: Sequence[RunFolder]) -> str:
     targets = [json.dumps(str(run.prometheus_targets.absolute())) for run in runs]
     lines = "\n".join(f"          - {each}" for each in targets)
-    return f"""# An example, to be merged into yours. The job's name is that of the dashboards and rules.
+    return f"""# An example to merge into your configuration. Dashboards and rules expect this job_name.
 rule_files:
   - {RULES}
 scrape_configs:

@@ -15,7 +15,7 @@ _RUN, _RATE = '{run=~"$run"}', "[$__rate_interval]"
 
 @dataclass(frozen=True)
 class Panel:
-    """`queries`: (PromQL, legend). `unit`: Grafana's. `limit`: from where it is red."""
+    """`queries`: (PromQL, legend). `unit`: a Grafana unit. `limit`: red from this value on."""
 
     title: str
     unit: str
@@ -32,7 +32,7 @@ class Board:
 
     uid: str
     title: str
-    several: bool  # the variable `run` may stand for several
+    several: bool  # the variable `run` is multi-valued
     of_nodes: bool  # has the variable `node`
     rows: tuple[tuple[str, tuple[Panel, ...]], ...]
 
@@ -42,12 +42,12 @@ def _run(name: str) -> str:
 
 
 def _runs(title: str, unit: str, expression: str, width: int = 4, limit: float | None = None) -> Panel:
-    """The present value for each run."""
+    """A panel with the current value of each run."""
     return Panel(title, unit, ((expression, "{{run}}"),), "stat", width, limit=limit)
 
 
 def _curve(title: str, unit: str, *names: str) -> Panel:
-    """Series of a run over time."""
+    """A panel with series of a run over time."""
     return Panel(title, unit, tuple((_run(name), name.replace("_", " ")) for name in names))
 
 
@@ -62,7 +62,7 @@ def _rate(name: str) -> str:
 def _devices(
     title: str, unit: str, *queries: tuple[str, str], limit: float | None = None, width: int = 8
 ) -> Panel:
-    """Expressions over series of nodes, each with its legend after the node's."""
+    """A panel with series of nodes; legends start with the node."""
     legends = ((with_run(text, _RUN), f"node {{{{node}}}} {legend}".strip()) for text, legend in queries)
     return Panel(title, unit, tuple(legends), width=width, limit=limit)
 
@@ -80,18 +80,18 @@ def boards() -> tuple[Board, ...]:
     """All dashboards."""
     free = f"{of_node('storage_free_bytes')} / {of_node('storage_total_bytes')}"
     age = f"time() - {_run('last_step_timestamp_seconds')} and on (run) {_run('running')} == 1"
-    progress = _runs("Progress", "percentunit", f"{_run('step')} / {_run('target_step')}")
+    progress = _runs("Steps done", "percentunit", f"{_run('step')} / {_run('target_step')}")
     left = _runs("Time left", "s", _run("eta_seconds"))
     ettr = _runs("Effective training time (ETTR)", "percentunit", _run("ettr_ratio"))
     saved = _runs("Age of the newest checkpoint", "s", f"time() - {_run('checkpoint_timestamp_seconds')}")
     late = _runs("Age of the last step", "s", age, limit=_limit("no_progress", "least_s"))
     cluster = (
         (
-            "Is it moving",
+            "Progress",
             (late, progress, left, _runs("Tokens/s", "short", _run("tokens_per_second")), ettr, saved),
         ),
         (
-            "What needs a hand",
+            "Needs attention",
             (
                 Panel(
                     "Alerts",
@@ -104,8 +104,8 @@ def boards() -> tuple[Board, ...]:
                     "Nodes",
                     "none",
                     (
-                        (_run("nodes"), "{{run}}: train"),
-                        (_run("spare_nodes"), "{{run}}: spare"),
+                        (_run("nodes"), "{{run}}: training"),
+                        (_run("spare_nodes"), "{{run}}: spares"),
                         (f"count({not_scraped(_RUN)}) or vector(0)", "not scraped"),
                         (
                             f"count({with_run(of_node('node_clock_synchronised') + ' == 0', _RUN)}) or vector(0)",
@@ -117,15 +117,15 @@ def boards() -> tuple[Board, ...]:
             ),
         ),
         (
-            "Where the time goes",
+            "Time and throughput",
             (
                 Panel(
-                    "Time spent in this period",
+                    "Time by cause in this period",
                     "s",
                     ((f"{_SPENT} - ({_BEFORE} or 0 * {_SPENT}) > 0", "{{run}}: {{cause}}"),),
                     "bargauge",
                 ),
-                Panel("Speed, tokens/s", "short", ((_run("tokens_per_second"), "{{run}}"),)),
+                Panel("Throughput, tokens/s", "short", ((_run("tokens_per_second"), "{{run}}"),)),
                 Panel(
                     "Free storage",
                     "percentunit",
@@ -134,7 +134,7 @@ def boards() -> tuple[Board, ...]:
             ),
         ),
         (
-            "The worst devices",
+            "Worst devices",
             (
                 Panel(
                     "Hottest GPUs",
@@ -148,7 +148,7 @@ def boards() -> tuple[Board, ...]:
                     limit=_limit("gpu_hot"),
                 ),
                 Panel(
-                    "GPUs whose clock is held back most",
+                    "Most throttled GPUs",
                     "percentunit",
                     (
                         (
@@ -173,7 +173,7 @@ def boards() -> tuple[Board, ...]:
     )
     run = (
         (
-            "Is it moving",
+            "Progress",
             (late, progress, left, ettr, saved, _runs("Time between failures", "s", _run("mtbf_seconds"))),
         ),
         (
@@ -192,19 +192,19 @@ def boards() -> tuple[Board, ...]:
             (
                 _curve("Tokens/s", "short", "tokens_per_second"),
                 Panel(
-                    "Tokens/s of a rank",
+                    "Tokens/s per rank",
                     "short",
                     ((f"{_run('tokens_per_second')} / {_run('ranks')}", "tokens/s"),),
                 ),
-                _curve("Model FLOPs utilisation", "percentunit", "mfu_ratio"),
-                _curve("Time of a step", "s", "step_seconds"),
+                _curve("Model FLOPs utilisation (MFU)", "percentunit", "mfu_ratio"),
+                _curve("Step time", "s", "step_seconds"),
                 Panel(
-                    "Where the time of a step goes",
+                    "Step time by stage",
                     "s",
                     ((of_run("step_stage_seconds", _RUN, by="run, stage"), "{{stage}}"),),
                     stacked=True,
                 ),
-                Panel("Where the time of the run went", "s", ((f"{_SPENT} > 0", "{{cause}}"),), stacked=True),
+                Panel("Run time by cause", "s", ((f"{_SPENT} > 0", "{{cause}}"),), stacked=True),
             ),
         ),
         (
@@ -212,7 +212,7 @@ def boards() -> tuple[Board, ...]:
             (
                 _curve("Ranks", "none", "ranks"),
                 _curve("Nodes", "none", "nodes", "spare_nodes"),
-                _curve("Peak memory of a rank", "bytes", "memory_bytes"),
+                _curve("Peak memory per rank", "bytes", "memory_bytes"),
             ),
         ),
     )
@@ -228,8 +228,8 @@ def _of_nodes() -> tuple[tuple[str, tuple[Panel, ...]], ...]:
         (
             "GPUs",
             (
-                _devices("Tensor cores busy", "percentunit", (_node("gpu_tensor_active_ratio"), _GPU)),
-                _devices("A kernel runs", "percentunit", (_node("gpu_busy_ratio"), _GPU)),
+                _devices("Tensor cores active", "percentunit", (_node("gpu_tensor_active_ratio"), _GPU)),
+                _devices("GPU busy (a kernel runs)", "percentunit", (_node("gpu_busy_ratio"), _GPU)),
                 _devices("SM clock", "hertz", (_node("gpu_sm_clock_hertz"), _GPU)),
                 _devices("Power", "watt", (_node("gpu_power_watts"), _GPU)),
                 _devices(
@@ -239,7 +239,7 @@ def _of_nodes() -> tuple[tuple[str, tuple[Panel, ...]], ...]:
                     limit=_limit("gpu_hot"),
                 ),
                 _devices(
-                    "Clock held back",
+                    "Throttled",
                     "percentunit",
                     (_node("gpu_throttle_ratio"), _GPU + " {{reason}}"),
                     limit=_limit("gpu_throttled"),
@@ -268,7 +268,7 @@ def _of_nodes() -> tuple[tuple[str, tuple[Panel, ...]], ...]:
             "RDMA ports",
             (
                 _devices(
-                    "Port traffic, share of its rate",
+                    "Port traffic, share of line rate",
                     "percentunit",
                     (
                         f"{_rate('port_sent_bytes_total')} / {_node('port_speed_bytes_per_second')}",
@@ -280,12 +280,12 @@ def _of_nodes() -> tuple[tuple[str, tuple[Panel, ...]], ...]:
                     ),
                 ),
                 _devices(
-                    "Waiting to send",
+                    "Transmit wait",
                     "percentunit",
                     (_node("port_transmit_wait_ratio"), _PORT),
                     limit=WAIT_SHARE,
                 ),
-                _devices("Links that are up", "none", (_node("port_active"), _PORT)),
+                _devices("Links up", "none", (_node("port_active"), _PORT)),
                 _devices(
                     "Congestion",
                     "cps",
@@ -293,7 +293,7 @@ def _of_nodes() -> tuple[tuple[str, tuple[Panel, ...]], ...]:
                     (_rate("port_ecn_marked_packets_total"), _PORT + " ECN"),
                 ),
                 _devices(
-                    "Packets lost or sent again",
+                    "Packets lost or retransmitted",
                     "cps",
                     (_rate("port_retransmissions_total"), _PORT + " retransmissions"),
                     (_rate("port_discards_total"), _PORT + " discards"),
@@ -302,7 +302,7 @@ def _of_nodes() -> tuple[tuple[str, tuple[Panel, ...]], ...]:
                     "Link errors",
                     "cps",
                     (_rate("port_errors_total"), _PORT + " errors"),
-                    (_rate("port_link_downed_total"), _PORT + " link lost"),
+                    (_rate("port_link_downed_total"), _PORT + " link down"),
                 ),
             ),
         ),
@@ -313,17 +313,17 @@ def _of_nodes() -> tuple[tuple[str, tuple[Panel, ...]], ...]:
                     "Processors",
                     "percentunit",
                     (_node("node_cpu_busy_ratio"), "busy"),
-                    (_node("node_cpu_iowait_ratio"), "waiting for disks"),
+                    (_node("node_cpu_iowait_ratio"), "iowait"),
                 ),
                 _devices(
                     "Memory",
                     "bytes",
                     (_node("node_memory_used_bytes"), "used"),
                     (_node("node_memory_total_bytes"), "total"),
-                    (_node("node_memory_available_bytes"), "available to ranks"),
+                    (_node("node_memory_available_bytes"), "available"),
                 ),
                 _devices(
-                    "Pressure: share of the time that tasks wait",
+                    "Pressure stall (PSI): share of time that tasks wait",
                     "percentunit",
                     (_rate("node_pressure_seconds_total"), "{{resource}} {{tasks}}"),
                 ),
@@ -334,7 +334,7 @@ def _of_nodes() -> tuple[tuple[str, tuple[Panel, ...]], ...]:
                     (_rate("node_network_received_bytes_total"), "received"),
                 ),
                 _devices(
-                    "TCP segments sent again",
+                    "TCP segments retransmitted",
                     "percentunit",
                     (
                         f"{_rate('node_tcp_retransmitted_segments_total')} / {_rate('node_tcp_sent_segments_total')}",
@@ -342,18 +342,18 @@ def _of_nodes() -> tuple[tuple[str, tuple[Panel, ...]], ...]:
                     ),
                 ),
                 _devices(
-                    "Storage free",
+                    "Free storage",
                     "percentunit",
                     (f"{_node('storage_free_bytes')} / {_node('storage_total_bytes')}", "{{storage}}"),
                 ),
                 _devices("Clock synchronised", "bool_yes_no", (_node("node_clock_synchronised"), "")),
                 _devices(
-                    "Offset of the clock",
+                    "Clock offset",
                     "s",
                     (_node("node_clock_offset_seconds"), ""),
                     (_node("node_clock_max_error_seconds"), "at most"),
                 ),
-                _devices("Processors of the node", "none", (_node("node_cpus"), "")),
+                _devices("CPUs", "none", (_node("node_cpus"), "")),
             ),
         ),
     )

@@ -1,6 +1,6 @@
 """`python -m seatrial.watch.trackers RUN --to NAME`: the process that pushes a run to one tracker.
 
-Of a process of its own a tracker may take memory, hang or crash: the run does not notice.
+In its own process a tracker may use memory, hang or crash without affecting the run.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from seatrial.watch.trackers.feed import POLL_S, feed
 _SLICE_S = 0.1
 
 
-class _Until:
-    """Sleeps until SIGTERM, which says that the run is over."""
+class _StopSignal:
+    """A sleep that SIGTERM, sent when the run is over, cuts short."""
 
     def __init__(self) -> None:
         self._over = False
-        signal.signal(signal.SIGTERM, self._asked)
+        signal.signal(signal.SIGTERM, self._on_signal)
 
-    def _asked(self, *_: object) -> None:
+    def _on_signal(self, *_: object) -> None:
         self._over = True
 
     def __call__(self, seconds: float) -> bool:
         end = time.monotonic() + seconds
         while not self._over and time.monotonic() < end:
-            time.sleep(_SLICE_S)  # a signal does not end a sleep
+            time.sleep(_SLICE_S)  # Python resumes a sleep after a signal (PEP 475)
         return self._over
 
 
@@ -50,11 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.parent is not None:
         process.die_with_parent(arguments.parent)
     try:
-        feed(RunFolder.open(arguments.run), arguments.to, poll_s=arguments.poll_s, wait=_Until())
+        feed(RunFolder.open(arguments.run), arguments.to, poll_s=arguments.poll_s, wait=_StopSignal())
     except SeatrialError as error:
-        complain(" ".join(error.render().split()))  # one line: the last one is what the monitor reports
+        complain(" ".join(error.render().split()))  # the monitor reports the last line
         return error.exit_code
-    except Exception as error:  # noqa: BLE001  a tracker's package can raise anything, and the process ends here
+    except Exception as error:  # noqa: BLE001  last frame; a tracker's package can raise anything
         traceback.print_exc()
         complain(f"{type(error).__name__}: {error}")
         return EXIT_FAILED

@@ -1,4 +1,4 @@
-"""Push a run into a tracker from its folder, from where an earlier attempt stopped, and follow it while it runs."""
+"""Pushes a run from its folder to a tracker, resuming an earlier attempt, and follows it while it runs."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from seatrial.watch.trackers.progress import Progress, read_progress, write_prog
 from seatrial.watch.trackers.tracker import TrackedRun, Tracker, values_of
 
 POLL_S = 1.0
-_BEAT_S = 2.0  # at least so often the progress is written, which shows that the process lives
+_BEAT_S = 2.0  # maximum interval between writes of the progress file, which also serve as heartbeat
 
-# Besides warnings and errors.
+# Pushed in addition to warnings and errors.
 _KINDS = frozenset(
     [
         "run_started",
@@ -48,7 +48,7 @@ _ENDED: dict[int, State] = {EXIT_DONE: "finished", EXIT_PREEMPTED: "preempted", 
 
 @dataclass(frozen=True)
 class Pushed:
-    """What came of it."""
+    """How much was pushed."""
 
     steps: int
     events: int
@@ -65,18 +65,18 @@ def feed(
     name: str,
     *,
     poll_s: float = POLL_S,
-    tell: Callable[[str], None] = print,
+    report: Callable[[str], None] = print,
     wait: Callable[[float], bool] = _sleep,
 ) -> Pushed:
-    """Push everything that was not pushed yet to the tracker `name`, and follow the run to its end if it runs.
+    """Push what the tracker `name` does not have yet, and follow a live run to its end.
 
-    `wait` sleeps so many seconds, or less and returns true where the run is over although it is still locked.
+    `wait` sleeps for the given seconds; it returns true, perhaps earlier, if the run is over although still locked.
     Raises InputError if there is no such tracker or its package is missing; RunFailed if another process does the
     same; whatever the tracker raises.
     """
     make = _class_of(name)
     with _only_one(folder, name):
-        pushing = _Feed(folder, name, read_progress(folder, name), tell)
+        pushing = _Feed(folder, name, read_progress(folder, name), report)
         if not pushing.has_news and running(folder) is None:
             return pushing.pushed
         pushing.begin(make)
@@ -84,7 +84,7 @@ def feed(
         while True:
             alive = (
                 not over and running(folder) is not None
-            )  # before reading: what is written before the end counts
+            )  # before reading, so that nothing written before the end is missed
             if pushing.push():
                 continue
             if not alive:
@@ -96,7 +96,7 @@ def feed(
 
 
 def _state(folder: RunFolder) -> State:
-    """How the run ended. While its processes still end, that is in the outcome alone."""
+    """How the run ended. While its processes still exit, only the outcome has it."""
     state = read_brief(folder).state
     launch = known_launch(folder)
     outcome = None if launch is None else read_outcome(folder, launch.generation)
@@ -121,13 +121,13 @@ def _only_one(folder: RunFolder, name: str) -> Iterator[None]:
         fd = lock.acquire(folder.trackers / f"{name}.lock")
     except lock.LockHeld as held:
         raise RunFailed(
-            f"process {held.pid} pushes {folder.path} to {name} already",
+            f"process {held.pid} already pushes {folder.path} to {name}",
             hint="the run's own monitor does, if the job names it in watch.trackers",
         ) from None
     except OSError as error:
         raise RunFailed(
-            f"{folder.trackers} cannot be written ({error.strerror}): it would be unknown what was pushed",
-            hint="push from a copy of the run folder that can be written",
+            f"{folder.trackers} cannot be written ({error.strerror}): progress could not be recorded",
+            hint="push from a writable copy of the run folder",
         ) from error
     with open(fd, "rb"):
         yield
@@ -136,22 +136,24 @@ def _only_one(folder: RunFolder, name: str) -> Iterator[None]:
 class _Feed:
     """One tracker's process."""
 
-    def __init__(self, folder: RunFolder, name: str, progress: Progress, tell: Callable[[str], None]) -> None:
-        self._folder, self._name, self._progress, self._tell = folder, name, progress, tell
+    def __init__(
+        self, folder: RunFolder, name: str, progress: Progress, report: Callable[[str], None]
+    ) -> None:
+        self._folder, self._name, self._progress, self._report = folder, name, progress, report
         self._metrics = Tail(folder.metrics, metrics.NOUN, begin=progress.metrics_bytes)
         self._events = Tail(folder.events, events.NOUN)
         self._skip = progress.events
         self._tracker: Tracker | None = None
-        self._steps = self._told = 0
+        self._steps = self._events_pushed = 0
         self._written = 0.0
 
     @property
     def pushed(self) -> Pushed:
-        return Pushed(self._steps, self._told, self._progress.id)
+        return Pushed(self._steps, self._events_pushed, self._progress.id)
 
     @property
     def has_news(self) -> bool:
-        """Whether anything was not pushed, or the end was not."""
+        """Whether new records, or the end of the run, are still to be pushed."""
         if not self._progress.ended:
             return True
         try:
@@ -163,23 +165,23 @@ class _Feed:
     def begin(self, make: Callable[[TrackedRun], Tracker]) -> None:
         p, folder = self._progress, self._folder
         config: dict[str, Any] = {}
-        with contextlib.suppress(OSError, ValueError):  # a run of another version is still pushed
+        with contextlib.suppress(OSError, ValueError):  # still push a run of another version
             config = flat(parse_toml(read_text(folder.job_toml)))
         path = folder.path.absolute()
         self._tracker = make(TrackedRun(path.name, path, config, p.id, p.step))
         p.id, p.ended = self._tracker.id, False
         self._write()
-        self._tell(f"pushing {path} to {self._name} as {p.id}, from step {p.step + 1}")
+        self._report(f"pushing {path} to {self._name} as {p.id}, from step {p.step + 1}")
 
     def push(self) -> bool:
-        """Push what is new; whether anything was."""
+        """Push new records; returns whether there were any."""
         tracker, p = self._tracker, self._progress
         assert tracker is not None
         waiting = deque(self._new_events())
         news = bool(waiting)
         for part in self._metrics.parts():
             records, wrong = decode_all(MetricsRecord, part, file=self._metrics.path.name, noun=metrics.NOUN)
-            self._tell_problems(self._metrics, wrong)
+            self._report_problems(self._metrics, wrong)
             for record in records:
                 while waiting and waiting[0].time <= record.time:
                     self._push_event(tracker, waiting.popleft())
@@ -200,7 +202,7 @@ class _Feed:
     def _new_events(self) -> list[Event]:
         numbered = self._events.poll_numbered()
         found, wrong = decode_all(Event, numbered, file=self._events.path.name, noun=events.NOUN)
-        self._tell_problems(self._events, wrong)
+        self._report_problems(self._events, wrong)
         skip, self._skip = self._skip, max(0, self._skip - len(found))
         return found[skip:]
 
@@ -211,11 +213,11 @@ class _Feed:
             return
         p.counts[event.kind] = p.counts.get(event.kind, 0) + 1
         tracker.log_event(event, p.step, p.counts[event.kind])
-        self._told += 1
+        self._events_pushed += 1
 
-    def _tell_problems(self, tail: Tail, wrong: list[Problem]) -> None:
+    def _report_problems(self, tail: Tail, wrong: list[Problem]) -> None:
         for problem in [*tail.problems, *wrong]:
-            self._tell(f"warning: not pushed: {problem}")
+            self._report(f"warning: not pushed: {problem}")
         tail.problems.clear()
 
     def beat(self) -> None:
@@ -223,7 +225,7 @@ class _Feed:
             self._write()
 
     def end(self, state: State) -> None:
-        """Without a known end no status is set: the next process continues."""
+        """Set the end status if it is known; else the next process continues."""
         assert self._tracker is not None
         if state not in ("running", "queued"):
             self._tracker.end(state)

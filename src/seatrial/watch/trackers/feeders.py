@@ -1,6 +1,6 @@
-"""The processes that push a live run to its trackers, one each: started, restarted and ended beside the run.
+"""Starts, restarts and ends the processes that push a live run to its trackers, one per tracker.
 
-What they have not pushed yet waits in the run folder, so nothing is queued in memory, however slow a tracker is.
+They read the run folder, so nothing is queued in memory however slow a tracker is.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from seatrial.base.process import python
 from seatrial.record import messages as msg
 from seatrial.record.folder import RunFolder
-from seatrial.watch.follows import Tell
+from seatrial.watch.monitor_task import Send
 from seatrial.watch.trackers.progress import path_of
 
-_SILENT_S = 180.0  # without a sign of life a process hangs: connecting to a tracker may take minutes
-_AGAIN_S, _AGAIN_MOST_S = 30.0, 600.0  # until a failed one is started again: doubled each time
+_SILENT_S = (
+    180.0  # without a heartbeat a process is considered hung; connecting to a tracker may take minutes
+)
+_AGAIN_S, _AGAIN_MOST_S = 30.0, 600.0  # restart delay, doubled after each failure
 _TAIL_BYTES = 4096
 
 
@@ -30,34 +32,34 @@ class _Feeder:
 
     name: str
     process: subprocess.Popen[bytes] | None = None
-    start_at: float = 0.0  # when it is or was started
+    start_at: float = 0.0  # time.monotonic of the (next) start
     again_s: float = _AGAIN_S
-    seen: int = 0  # mtime of its progress
+    seen: int = 0  # mtime of its progress file
     seen_at: float = 0.0
-    reported: bool = False  # this failure, and it has pushed nothing since
+    reported: bool = False  # failure reported, and no progress since
     done: bool = False
 
 
 class Feeders:
-    """All trackers of a run, as what the monitor runs (`watch.follows`). Only `close` waits."""
+    """The monitor's task for all trackers of a run. Only `close` blocks."""
 
     def __init__(
         self,
         folder: RunFolder,
         names: Sequence[str],
-        tell: Tell,
+        send: Send,
         *,
         silent_s: float = _SILENT_S,
         again_s: float = _AGAIN_S,
     ) -> None:
-        """`tell` has a tracker's failure recorded, once until it works again."""
-        self._folder, self._record = folder, tell
+        """`send` records a tracker's failure, once until it works again."""
+        self._folder, self._record = folder, send
         self._silent_s, self._again_s = silent_s, again_s
         self._feeders = [_Feeder(name, again_s=again_s) for name in dict.fromkeys(names)]
 
     def poll(self, now: float) -> None:
-        """Start what is to run, and see to what has failed; called every second or so, with unix time."""
-        now = time.monotonic()  # the clock of a host may be set
+        """Start processes that are due, and check those that run."""
+        now = time.monotonic()  # the wall clock may jump
         for feeder in self._feeders:
             if feeder.process is not None:
                 self._watch(feeder, now)
@@ -65,7 +67,7 @@ class Feeders:
                 self._start(feeder, now)
 
     def close(self, until: float) -> None:
-        """The run has ended: let them push the rest until then, on the clock of `time.monotonic`, and end them."""
+        """The run has ended: let the processes push the rest until `until` (time.monotonic), then end them."""
         running = [feeder for feeder in self._feeders if feeder.process is not None]
         for feeder in running:
             assert feeder.process is not None
@@ -75,7 +77,7 @@ class Feeders:
             try:
                 feeder.process.wait(max(0.0, until - time.monotonic()))
             except subprocess.TimeoutExpired:
-                self._tell(feeder, "the end of the run is not pushed yet")
+                self._report(feeder, "the end of the run is not pushed yet")
             self._kill(feeder)
 
     def _start(self, feeder: _Feeder, now: float) -> None:
@@ -88,7 +90,7 @@ class Feeders:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    start_new_session=True,  # with everything that the tracker starts
+                    start_new_session=True,  # its own group, with everything that the tracker starts
                 )
         except OSError as error:
             self._failed(feeder, f"its process cannot be started: {error}", now)
@@ -103,24 +105,24 @@ class Feeders:
         if code == 0:
             feeder.process, feeder.done, feeder.reported = None, True, False
         elif code is not None:
-            self._kill(feeder)  # what it had started
+            self._kill(feeder)  # and its children
             self._failed(feeder, self._last_line(feeder) or f"its process ended with status {code}", now)
         elif now - feeder.seen_at > self._silent_s:
             self._kill(feeder)
-            self._failed(feeder, f"it hangs: no sign of life for {self._silent_s:.0f} s", now)
+            self._failed(feeder, f"it hangs: no heartbeat for {self._silent_s:.0f} s", now)
         elif feeder.reported and feeder.seen_at > feeder.start_at + self._silent_s:
             feeder.reported, feeder.again_s = False, self._again_s  # it works again
 
     def _failed(self, feeder: _Feeder, why: str, now: float) -> None:
         feeder.start_at = now + feeder.again_s
-        self._tell(feeder, f"{why}; again in {feeder.again_s:.0f} s, from where it was")
+        self._report(feeder, f"{why}; restarting in {feeder.again_s:.0f} s from where it stopped")
         feeder.again_s = min(2 * feeder.again_s, _AGAIN_MOST_S)
 
-    def _tell(self, feeder: _Feeder, why: str) -> None:
+    def _report(self, feeder: _Feeder, why: str) -> None:
         if not feeder.reported:
             feeder.reported = True
             by_hand = f"seatrial watch {self._folder.path} --to {feeder.name}"
-            text = f'the tracker "{feeder.name}" failed: {why}; the run goes on. See {self._log(feeder)}; by hand: {by_hand}'
+            text = f'the tracker "{feeder.name}" failed: {why}; the run continues. See {self._log(feeder)}; to push manually: {by_hand}'
             self._record(
                 msg.MonitorFailed("tracker_failed", text, {"tracker": feeder.name, "log": self._log(feeder)})
             )

@@ -1,4 +1,4 @@
-"""MLflow: one run; server and experiment by its own environment variables, without them files in RUN/mlruns."""
+"""MLflow: one run. Server and experiment from MLflow's own environment variables; without them files in RUN/mlruns."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from seatrial.record.metrics import MetricsRecord
 from seatrial.record.states import State
 from seatrial.watch.trackers.tracker import TrackedRun
 
-_METRICS, _PARAMS, _VALUE = 1000, 100, 6000  # the most that MLflow takes at once
+_METRICS, _PARAMS, _VALUE = 1000, 100, 6000  # limits of one MLflow request
 _STATUS: dict[State, str] = {"finished": "FINISHED", "failed": "FAILED"}
 _NOT_IN_NAMES = re.compile(r"[^\w\-. /]")
 
 
 class MLflow:
-    """It keeps every value of a step: of a redone one the last, by time, counts."""
+    """MLflow keeps every value of a step; of a redone step the latest by time counts."""
 
     def __init__(self, run: TrackedRun) -> None:
         where = os.environ.get("MLFLOW_TRACKING_URI")
@@ -68,7 +68,7 @@ class MLflow:
             return str(found.experiment_id)
         try:
             return str(self._client.create_experiment(name))
-        except MlflowException:  # another run has created it meanwhile
+        except MlflowException:  # another run created it concurrently
             found = self._client.get_experiment_by_name(name)
             if found is None:
                 raise

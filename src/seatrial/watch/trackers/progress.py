@@ -1,4 +1,4 @@
-"""control/trackers/NAME.json: how much of a run was pushed to a tracker, so that a restart continues there."""
+"""control/trackers/NAME.json: how much of a run was pushed to a tracker, so that a restart continues from there."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from seatrial.record.typed import decode
 
 @dataclass
 class Progress:
-    """What was pushed."""
+    """How much was pushed."""
 
-    id: str | None = None  # what the tracker calls the run; None: nothing was pushed yet
+    id: str | None = None  # the tracker's ID of the run; None: nothing was pushed yet
     step: int = 0  # the last one
     metrics_bytes: int = 0  # of metrics.jsonl
-    events: int = 0  # of events.jsonl, also those that are not pushed
+    events: int = 0  # lines of events.jsonl, including those that are not pushed
     counts: dict[str, int] = field(default_factory=dict)  # events pushed, by kind
     ended: bool = False  # the tracker has the end status of the run
-    time: float = 0.0  # when this was written; while a process pushes, every few seconds
+    time: float = 0.0  # when this was written, every few seconds: a heartbeat
 
 
 def path_of(folder: RunFolder, name: str) -> Path:
@@ -30,7 +30,7 @@ def path_of(folder: RunFolder, name: str) -> Path:
 
 
 def read_progress(folder: RunFolder, name: str) -> Progress:
-    """Raises InputError if the file is damaged: to begin again would push everything twice."""
+    """Raises InputError if the file is damaged: starting over would push everything twice."""
     path = path_of(folder, name)
     try:
         return decode(Progress, read_json(path))
@@ -38,8 +38,8 @@ def read_progress(folder: RunFolder, name: str) -> Progress:
         return Progress()
     except (OSError, ValueError, TypeError) as error:
         raise InputError(
-            f"{path} cannot be used ({error}): it is unknown what was pushed to {name} already",
-            hint="remove it to push everything again, as another run of the tracker",
+            f"cannot read {path} ({error}), so it is unknown what was already pushed to {name}",
+            hint="remove it to push everything again, as a new run in the tracker",
         ) from error
 
 

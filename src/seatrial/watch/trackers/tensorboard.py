@@ -18,13 +18,13 @@ from seatrial.watch.trackers.tracker import TrackedRun
 
 
 class TensorBoard:
-    """Steps that are redone replace the ones before: TensorBoard discards what follows the begin of a session."""
+    """Redone steps replace earlier ones: TensorBoard discards later steps when a new session starts."""
 
     def __init__(self, run: TrackedRun) -> None:
         folder = run.path / "tensorboard"
         self.id = "tensorboard"
         self._steps = EventFileWriter(str(folder))
-        # Apart, because redone steps would otherwise also discard the event that tells why.
+        # Separate, because redone steps would otherwise also discard the event that explains them.
         self._events = EventFileWriter(str(folder / "events"))
         self._last = run.step
         if run.id is None:

@@ -1,4 +1,4 @@
-"""What a tracker is given of a run. An adapter to one is a class with these methods, called with a `TrackedRun`."""
+"""The interface of tracker adapters: a class with the methods of `Tracker`, constructed with a `TrackedRun`."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ class TrackedRun:
     name: str
     path: Path  # its folder
     config: dict[str, Any]  # the job file's keys, as "section.key"
-    id: str | None  # what the tracker called it when it was pushed before; None: for the first time
-    step: int  # the last step pushed then
+    id: str | None  # the tracker's ID from an earlier push; None: first push
+    step: int  # last step pushed
 
 
 class Tracker(Protocol):
-    """A connection to a tracker. It runs in a process of its own, so it may block, fail or print.
+    """A connection to a tracker, in its own process: it may block, fail or print.
 
-    A step that was redone after a recovery comes again, with a lower `step` than the one before it.
+    After a recovery, redone steps are logged again, so `step` can decrease.
     """
 
     @property
     def id(self) -> str:
-        """How to find the same run again after a restart."""
+        """The tracker's ID of the run, to resume after a restart."""
         ...
 
     def log_step(self, record: MetricsRecord, values: dict[str, float]) -> None:
-        """Push a step: `values` by the names under which a tracker shows them."""
+        """Push a step: `values` by metric name."""
         ...
 
     def log_event(self, event: Event, step: int, count: int) -> None:
-        """Push an event that happened after `step`; it is the `count`th of its kind."""
+        """Push an event that happened after `step`, the `count`th of its kind."""
         ...
 
     def flush(self) -> None:
-        """Return once everything is where a crash of this process does not lose it."""
+        """Return once everything pushed would survive a crash of this process."""
         ...
 
     def end(self, state: State) -> None:
@@ -51,7 +51,7 @@ class Tracker(Protocol):
 
 
 def values_of(record: MetricsRecord) -> dict[str, float]:
-    """The values of a step by the names under which every tracker shows them; what is unknown is left out."""
+    """The values of a step by metric name, the same for all trackers; unknown values are left out."""
     found = {
         "train/loss": record.loss,
         "train/grad_norm": record.grad_norm,

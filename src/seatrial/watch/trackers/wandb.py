@@ -1,4 +1,4 @@
-"""Weights & Biases: one run; mode, project, entity and key by its own environment variables (WANDB_MODE=offline, ...)."""
+"""Weights & Biases: one run. Mode, project, entity and key from its own environment variables (WANDB_MODE=offline, ...)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _X = "step"
 
 
 class WeightsAndBiases:
-    """Its history can only grow: a redone step is a further row, with a higher run/generation where a generation redid it."""
+    """Its history is append-only: a redone step is a new row, with a higher run/generation if a later generation redid it."""
 
     def __init__(self, run: TrackedRun) -> None:
         self.id = run.id or uuid.uuid4().hex
@@ -27,7 +27,7 @@ class WeightsAndBiases:
             resume="allow",
             dir=os.environ.get("WANDB_DIR", run.path),
             config=run.config,
-            # Not of the training: this process only pushes.
+            # No system metrics: this process does not train.
             settings=wandb.Settings(console="off", x_disable_stats=True, disable_code=True, disable_git=True),
         )
         self._run.define_metric("*", step_metric=_X)
@@ -41,7 +41,7 @@ class WeightsAndBiases:
         self._run.log({_X: step, "_timestamp": event.time, **row})
 
     def flush(self) -> None:
-        pass  # a process of its own writes what was logged, also after this one has crashed
+        pass  # wandb's own service process writes it, even if this one crashes
 
     def end(self, state: State) -> None:
         self._run.finish(exit_code=0 if state == "finished" else 1)

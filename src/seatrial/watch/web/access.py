@@ -1,4 +1,4 @@
-"""Who may read: the token that another address needs, its sessions, and the names under which the server answers."""
+"""Who may read: the token required on non-loopback addresses, sessions, and the accepted Host names."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _LONGEST_TOKEN = 200
 _FAILURES, _WINDOW_S = (
     5,
     60.0,
-)  # wrong tokens from one address in so many seconds; of all addresses ten times as many
+)  # wrong tokens per address and window of seconds; ten times as many over all addresses
 _MOST_SESSIONS = 1000
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the address `host`."""
+    """Whether `host` is reachable from this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -35,10 +35,10 @@ def is_loopback(host: str) -> bool:
 
 
 def answers_to(host: str | None) -> bool:
-    """Whether a request with the Host header `host` is answered.
+    """Whether a request with this Host header is served.
 
-    A page of another site can make a browser ask its own name at our address (DNS rebinding), but no name that is an
-    address, and none of this machine's.
+    Against DNS rebinding: a page of another site can point its own host name at our address, but cannot make a browser
+    send an IP address or one of this machine's names.
     """
     if not host:
         return False
@@ -52,7 +52,7 @@ def answers_to(host: str | None) -> bool:
 
 
 def make_token(path: Path) -> tuple[str, bool]:
-    """(the token in `path`, whether it is new). The file has mode 600. Raises InputError if others can read it."""
+    """The token in `path` and whether it was just created, with mode 600. Raises InputError if others can read it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         try:
@@ -64,7 +64,7 @@ def make_token(path: Path) -> tuple[str, bool]:
             file.write(token + "\n")
         return token, True
     except OSError as error:
-        raise InputError(f"{path}: the token cannot be kept here: {error.strerror}") from error
+        raise InputError(f"{path}: cannot write the token: {error.strerror}") from error
 
 
 def _token_in(path: Path) -> str:
@@ -72,18 +72,20 @@ def _token_in(path: Path) -> str:
         status = os.fstat(file.fileno())
         token = file.read(_LONGEST_TOKEN).strip()
     if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise InputError(f"{path} can be read by others", hint="remove it: the next start makes a new token")
+        raise InputError(
+            f"{path} can be read by others", hint="remove it: the next start creates a new token"
+        )
     if len(token) < _TOKEN_BYTES:
-        raise InputError(f"{path} has no token", hint="remove it: the next start makes one")
+        raise InputError(f"{path} has no token", hint="remove it: the next start creates one")
     return token
 
 
 class Access:
-    """Sessions of those who gave the token; without a token everybody has access."""
+    """The sessions. Without a token everybody has access."""
 
     def __init__(self, token: str | None) -> None:
         self._digest = None if token is None else sha256(token.encode()).digest()
-        self._sessions: dict[str, None] = {}  # the oldest first
+        self._sessions: dict[str, None] = {}  # oldest first
         self._failed: dict[str, deque[float]] = {}
 
     @property
@@ -91,11 +93,11 @@ class Access:
         return self._digest is None
 
     def allows(self, session: str | None) -> bool:
-        """Whether the cookie's value is that of a session."""
+        """Whether `session`, the cookie's value, is a valid session."""
         return self.open or (session is not None and session in self._sessions)
 
     def is_right(self, token: str, address: str) -> bool:
-        """Whether it is the token. Raises PermissionError after too many wrong ones from `address`, or from all."""
+        """Whether `token` is right. Raises PermissionError after too many wrong ones from `address`, or in total."""
         now = time.monotonic()
         for key, most in ((address, _FAILURES), ("", 10 * _FAILURES)):
             failed = self._failed.setdefault(key, deque(maxlen=10 * _FAILURES))
@@ -108,7 +110,7 @@ class Access:
             return True
         self._failed[address].append(now)
         self._failed[""].append(now)
-        # Addresses without failures in the window are not kept.
+        # Drop addresses without failures in the window.
         self._failed = {key: times for key, times in self._failed.items() if times}
         return False
 

@@ -1,4 +1,4 @@
-"""The web application: reads only. Every answer carries headers that forbid scripts from elsewhere, and framing."""
+"""The web application, read-only. Every response has headers that forbid foreign scripts and framing."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _COMPRESSED = (".js", ".css", ".html", ".svg")
 
 
 class Guard:
-    """Refuses what is not read by somebody with access, under a name of ours; adds the headers."""
+    """Rejects writes, unauthenticated requests and foreign Host names; adds the security headers."""
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
         self._app, self._access = app, access
@@ -59,7 +59,7 @@ class Guard:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
-        if scope["type"] != "http":  # a web socket: there are none
+        if scope["type"] != "http":  # there are no web sockets
             await send({"type": "websocket.close", "code": 1008})
             return
 
@@ -76,25 +76,25 @@ class Guard:
     def _refused(self, scope: Scope) -> Response | None:
         headers, path = Headers(scope=scope), scope["path"]
         if not answers_to(headers.get("host")):
-            return PlainTextResponse("this server has another name: use its address, or localhost", 421)
+            return PlainTextResponse("unknown host name: use the server's IP address, or localhost", 421)
         login = path == "/login" and scope["method"] == "POST"
         if scope["method"] not in ("GET", "HEAD") and not login:
-            return PlainTextResponse("this server only reads", 405, {"allow": "GET, HEAD"})
+            return PlainTextResponse("this server is read-only", 405, {"allow": "GET, HEAD"})
         public = login or path == "/" or path.removeprefix("/static/") in _PUBLIC
         if public or self._access.allows(Request(scope).cookies.get(COOKIE)):
             return None
         bearer = headers.get("authorization", "").removeprefix("Bearer ").strip()
-        if path == "/metrics" and bearer:  # Prometheus has no cookies
+        if path == "/metrics" and bearer:  # Prometheus sends no cookies
             try:
                 if self._access.is_right(bearer, _address(Request(scope))):
                     return None
             except PermissionError as error:
                 return PlainTextResponse(str(error), 429, {"retry-after": "60"})
-        return PlainTextResponse("a token is needed: open / to give it", 401)
+        return PlainTextResponse("token required: open / to enter it", 401)
 
 
 class Static:
-    """The files of the page, read once."""
+    """Static files, read once."""
 
     def __init__(self) -> None:
         self.files: dict[str, tuple[str, Body]] = {}
@@ -111,7 +111,7 @@ class Static:
 
 
 def application(make_runs: Callable[[], Runs], access: Access, server_runs: list[Runs]) -> ASGIApp:
-    """The ASGI application. The runs are made when it starts, in its loop, and added to `server_runs`."""
+    """The ASGI application. On start-up it creates the runs in its event loop and adds them to `server_runs`."""
     static = Static()
 
     @contextlib.asynccontextmanager
@@ -130,7 +130,7 @@ def application(make_runs: Callable[[], Runs], access: Access, server_runs: list
         name = request.path_params["run"] if name is None else name
         found = await run_in_threadpool(runs_of(request).get, name)
         if found is None:
-            raise HTTPException(404, "there is no run of this name here")
+            raise HTTPException(404, "no run with this name")
         return found
 
     async def index(request: Request) -> Response:
@@ -143,7 +143,7 @@ def application(make_runs: Callable[[], Runs], access: Access, server_runs: list
     def _file(request: Request, name: str) -> Response:
         found = static.files.get(name)
         if found is None:
-            raise HTTPException(404, "there is no such file")
+            raise HTTPException(404, "no such file")
         kind, body = found
         return _answer(request, body, kind, {"cache-control": "no-cache"})
 
@@ -151,18 +151,18 @@ def application(make_runs: Callable[[], Runs], access: Access, server_runs: list
         if request.headers.get("content-type", "").partition(";")[0] != "text/plain":
             raise HTTPException(415, "send the token as text/plain")
         if request.headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
-            raise HTTPException(403, "a page of another site cannot log in")
+            raise HTTPException(403, "cross-site login refused")
         data = b""
         async for part in request.stream():
             data += part
             if len(data) > _LONGEST_LOGIN:
-                raise HTTPException(413, "this is no token")
+                raise HTTPException(413, "too long for a token")
         try:
             session = access.log_in(data.decode("utf-8", errors="replace").strip(), _address(request))
         except PermissionError as error:
             return PlainTextResponse(str(error), 429, {"retry-after": "60"})
         if session is None:
-            return PlainTextResponse("this is not the token", 403)
+            return PlainTextResponse("wrong token", 403)
         response = PlainTextResponse("")
         response.set_cookie(COOKIE, session, httponly=True, samesite="strict", path="/")
         return response
@@ -173,7 +173,7 @@ def application(make_runs: Callable[[], Runs], access: Access, server_runs: list
     async def stream(request: Request) -> Response:
         found = await watched(request)
         if found.feed.readers >= _MOST_STREAMS:
-            raise HTTPException(503, "too many browsers watch this run")
+            raise HTTPException(503, "too many browsers are watching this run")
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
         return StreamingResponse(found.feed.stream(), media_type="text/event-stream", headers=headers)
 
@@ -186,7 +186,7 @@ def application(make_runs: Callable[[], Runs], access: Access, server_runs: list
     async def page(request: Request) -> Response:
         name = request.path_params["page"]
         if name not in PAGES:
-            raise HTTPException(404, "there is no such page")
+            raise HTTPException(404, "no such page")
         return await made(request, ("page", name), PAGES[name])
 
     async def heat_map(request: Request) -> Response:
@@ -215,7 +215,7 @@ def application(make_runs: Callable[[], Runs], access: Access, server_runs: list
         def read() -> Body:
             there = tail.find(found.folder, generation, wanted)
             if there is None:
-                raise HTTPException(404, "there is no such log")
+                raise HTTPException(404, "no such log")
             return body_of(tail.part(there, after=after, before=before))
 
         return _answer(request, await run_in_threadpool(read))

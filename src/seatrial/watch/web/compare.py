@@ -1,4 +1,4 @@
-"""Several runs beside each other, and the list of all runs of a folder."""
+"""Comparison of several runs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from seatrial.watch.web import blocks as b
 from seatrial.watch.web.moment import Moment
 
 _POINTS = 600
-MOST = 8  # runs at once
+MOST = 8  # runs in one comparison
 
 
 def column(moment: Moment) -> dict[str, Any]:
-    """What the comparison needs of one run."""
+    """The data of one run for a comparison."""
     view, last = moment.view, moment.view.last
     recent = view.history.column("step_time_s")[-200:]
     return {
@@ -42,7 +42,7 @@ def column(moment: Moment) -> dict[str, Any]:
 
 
 def comparison(columns: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The page for runs by name, from their `column`."""
+    """The page. `columns`: run name -> its `column`."""
     names = list(columns)
     labels = [label for label, _ in next(iter(columns.values()))["facts"]] if columns else []
     rows = [[label, *(dict(c["facts"]).get(label) for c in columns.values())] for label in labels]
@@ -50,7 +50,7 @@ def comparison(columns: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     steps = sorted({step for c in columns.values() for step in c["loss"]})
     if steps:
         series = [(name, [c["loss"].get(step) for step in steps]) for name, c in columns.items()]
-        found.append(b.chart("Loss", steps, series, unit="nats a token", gaps=False))
+        found.append(b.chart("Loss", steps, series, unit="nats/token", gaps=False))
     jobs = {name: c["job"] for name, c in columns.items()}
     missing = [f"{name}: job.toml cannot be read" for name, job in jobs.items() if job is None]
     known = {name: job or {} for name, job in jobs.items()}
@@ -60,7 +60,7 @@ def comparison(columns: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     ]
     if differ:
         rows = [[key, *(_text(known[name].get(key)) for name in names)] for key in differ[:200]]
-        found.append(b.table("Where the jobs differ", ["key", *names], rows))
+        found.append(b.table("Differences between the job files", ["key", *names], rows))
     return {"title": "Compare", "blocks": found, "missing": missing}
 
 

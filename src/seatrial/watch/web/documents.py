@@ -1,4 +1,4 @@
-"""JSON documents of unknown origin: what is there in the expected type, and nothing else."""
+"""Tolerant reading of JSON documents, which may be from another version."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LARGEST_BYTES = 16 << 20
 
 
 class Document:
-    """A value of a JSON document; whatever is absent or of another type is None, "" or empty."""
+    """A value of a JSON document. What is absent or has another type reads as None, "" or empty."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -48,7 +48,7 @@ class Document:
 
 
 def read_document(path: Path, missing: list[str]) -> Document | None:
-    """The JSON document at `path`; None if there is none, and if it cannot be used, which is added to `missing`."""
+    """The JSON document at `path`; None if it does not exist, or cannot be read, which is added to `missing`."""
     try:
         return Document(parse_json(read_bytes(path, most=_LARGEST_BYTES)))
     except FileNotFoundError:

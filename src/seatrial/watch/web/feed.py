@@ -1,4 +1,4 @@
-"""What is pushed to browsers: a document whose changed keys are sent, the same bytes to all."""
+"""Server-sent events: a document whose changed keys are pushed, encoded once for all browsers."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 
 from seatrial.record.jsonl import plain
 
-_KEPT = 64  # deltas; a browser further behind gets the whole document
-_ALIVE_S = 15.0  # between two signs of life: proxies close connections without any
+_KEPT = 64  # deltas kept; a browser further behind gets the whole document
+_ALIVE_S = 15.0  # keep-alive interval: proxies close idle connections
 
 
 def encode(value: Any) -> bytes:
-    """JSON without a number that JSON does not have."""
+    """Strict JSON: NaN and infinities become null."""
     return json.dumps(plain(value), ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(
         "utf-8", errors="backslashreplace"
     )
 
 
 class Feed:
-    """The newest state of a document, and its last changes. `publish` may be called by any thread."""
+    """The latest state of a document, and its last changes. `publish` is thread-safe."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -34,7 +34,7 @@ class Feed:
         self.readers = 0
 
     def publish(self, document: Mapping[str, Any]) -> None:
-        """Make `document` the newest state; the keys that differ are sent."""
+        """Publish a new state; changed keys are sent."""
         new = {key: encode(value) for key, value in document.items()}
         changed = {key: value for key, value in new.items() if self._document.get(key) != value}
         if changed:
@@ -42,7 +42,7 @@ class Feed:
             self._loop.call_soon_threadsafe(self._sent, changed)
 
     def end(self) -> None:
-        """End all streams. Called in the loop's thread."""
+        """End all streams. Called in the event loop's thread."""
         self._ended = True
         self._wake()
 
@@ -54,7 +54,10 @@ class Feed:
             while not self._ended:
                 news = self._news
                 if seen != self._version:
-                    message, seen = self._since(seen), self._version  # more may come while it is sent
+                    message, seen = (
+                        self._since(seen),
+                        self._version,
+                    )  # taken together: more may be published while this is sent
                     yield message
                     continue
                 try:

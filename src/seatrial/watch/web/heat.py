@@ -1,4 +1,4 @@
-"""The heat map: a cell for each rank, or GPU, of each node, of any metric that ranks or telemetry recorded. Pure."""
+"""The heat map: one cell per rank or device of each node, for any metric of ranks or telemetry. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from seatrial.watch.web.blocks import chart
 from seatrial.watch.web.moment import Moment, Ranks
 
 OWN_WORK = "own-work"
-_DAY_S, _POINTS, _MOST_LINES = 86400.0, 600, 16  # of a metric over time
+_DAY_S, _POINTS, _MOST_LINES = 86400.0, 600, 16  # of a chart over time
 _UNITS = {
     "ratio": "%",
     "hertz": "Hz",
@@ -30,33 +30,33 @@ _UNITS = {
 
 
 def metrics(moment: Moment) -> list[dict[str, str]]:
-    """What can be selected: id, words and group, the deviation of own work first."""
-    found = [{"id": OWN_WORK, "name": "own work beside stage peers", "group": "ranks"}]
+    """The metrics that can be selected: id, name and group."""
+    found = [{"id": OWN_WORK, "name": "own work against stage peers", "group": "ranks"}]
     if moment.ranks.seconds is not None:
         there = [bool(column.any()) for column in moment.ranks.seconds.T]
         found += [
-            {"id": f"stage:{name}", "name": f"{name.replace('_', ' ')} beside stage peers", "group": "ranks"}
+            {"id": f"stage:{name}", "name": f"{name.replace('_', ' ')} against stage peers", "group": "ranks"}
             for name, known in zip(STAGES, there, strict=True)
             if known
         ]
     keys = sorted({_kind(key) for sample in moment.telemetry.values() for key in sample.values})
     keys = [key for key in keys if not _labels(key)[0].endswith("_info")]
-    found += [{"id": f"telemetry:{key}", "name": _words(key), "group": "telemetry"} for key in keys]
+    found += [{"id": f"telemetry:{key}", "name": _label(key), "group": "telemetry"} for key in keys]
     return found
 
 
 def heat(moment: Moment, metric: str) -> dict[str, Any]:
-    """Rows of nodes with a value for each of `columns`; null where nothing was recorded. `why`: nothing is there at all."""
+    """One row per node with a value per column, null if not recorded. `why`: the reason, if there is no data at all."""
     kind, _, name = metric.partition(":")
     if metric == OWN_WORK or (kind == "stage" and name in STAGES):
         return {"metric": metric, **_of_ranks(moment.ranks, name)}
     if kind == "telemetry":
         return {"metric": metric, **_of_telemetry(moment, name)}
-    return {"metric": metric, **_nothing("this metric is not known")}
+    return {"metric": metric, **_nothing("unknown metric")}
 
 
 def over_time(folder: RunFolder, node: int, metric: str, now: float) -> dict[str, Any]:
-    """The last day of one metric of telemetry on one node, a line for each device."""
+    """A chart of the last day of one telemetry metric on one node, one line per device."""
     kind = metric.removeprefix("telemetry:")
     keys = [key for key in read_names(folder, node) if _kind(key) == kind][:_MOST_LINES]
     problems: list[Problem] = []
@@ -66,7 +66,7 @@ def over_time(folder: RunFolder, node: int, metric: str, now: float) -> dict[str
     if not times.size:
         return {
             "blocks": [],
-            "missing": [*missing, f"node {node} recorded nothing of it in the last 24 hours"],
+            "missing": [*missing, f"node {node} did not record it in the last 24 hours"],
         }
     unit, factor = _unit(kind)
     lines = []
@@ -75,7 +75,7 @@ def over_time(folder: RunFolder, node: int, metric: str, now: float) -> dict[str
         for place, value in zip(np.searchsorted(times, points.times), points.mean.tolist(), strict=True):
             values[place] = _scaled(value, factor)
         lines.append((_column(key, kind) or "node", values))
-    title = f"{_words(kind)}, node {node}, last 24 hours"
+    title = f"{_label(kind)}, node {node}, last 24 hours"
     unit += "/s" if is_counter(kind) else ""
     return {
         "blocks": [chart(title, times.tolist(), lines, unit=unit, time=True, gaps=False)],
@@ -89,7 +89,7 @@ def _nothing(why: str) -> dict[str, Any]:
 
 def _of_ranks(ranks: Ranks, stage: str) -> dict[str, Any]:
     if ranks.account is None or ranks.seconds is None:
-        return _nothing("not recorded: not all ranks have recorded steps of this generation yet")
+        return _nothing("not available: not all ranks have recorded steps of this generation yet")
     step_s = ranks.account.split.step_s
     seconds = ranks.seconds[:, STAGES.index(stage)] if stage else ranks.own_s
     share = 100 * beside_peers(seconds, ranks.pipeline) / step_s
@@ -109,7 +109,7 @@ def _of_ranks(ranks: Ranks, stage: str) -> dict[str, Any]:
 
 
 def _of_telemetry(moment: Moment, kind: str) -> dict[str, Any]:
-    """The newest values of `kind`; of a counter its growth a second."""
+    """The latest values of `kind`; for a counter its rate per second."""
     rate = is_counter(kind)
     rows: dict[int, dict[str, float]] = {}
     for node, sample in sorted(moment.telemetry.items()):
@@ -139,39 +139,39 @@ def _scaled(value: float | None, factor: float) -> float | None:
 def _labels(key: str) -> tuple[str, dict[str, str]]:
     try:
         return parse_series(key)
-    except ValueError:  # of another version
+    except ValueError:  # recorded by another version
         return key, {}
 
 
 def _kind(key: str) -> str:
-    """The series without the label of the device: `gpu_throttle_ratio{reason="power_cap"}`."""
+    """The series without the device label, such as `gpu_throttle_ratio{reason="power_cap"}`."""
     name, labels = _labels(key)
     rest = ",".join(f'{label}="{value}"' for label, value in labels.items() if label not in ("gpu", "port"))
     return f"{name}{{{rest}}}" if rest else name
 
 
 def _column(key: str, kind: str) -> str | None:
-    """The device of a series of this kind; "" where it is of the whole node; None: of another kind."""
+    """The device of a series of this kind; "" for the whole node; None if it is of another kind."""
     if _kind(key) != kind:
         return None
     labels = _labels(key)[1]
     return labels.get("gpu", labels.get("port", "node"))
 
 
-def _words(kind: str) -> str:
+def _label(kind: str) -> str:
     name, labels = _labels(kind)
     return " ".join([name.removesuffix("_total").replace("_", " "), *labels.values()])
 
 
 def _unit(kind: str) -> tuple[str, float]:
-    """(what values are shown in, and the factor to it)."""
+    """(display unit, factor to it)."""
     known = NODE_SERIES.get(_labels(kind)[0])
     unit = "" if known is None else known.unit
     return _UNITS.get(unit, ""), 100.0 if unit == "ratio" else 1.0
 
 
 def worst(moment: Moment, most: int) -> Iterator[tuple[int, int | str, float, float]]:
-    """(rank, node, seconds of own work, percent of a step beside its peers) of the ranks that differ most."""
+    """The ranks that deviate most: (rank, node, seconds of own work, deviation from peers in percent of a step)."""
     ranks = moment.ranks
     if ranks.account is None:
         return

@@ -1,4 +1,4 @@
-"""What one poll of a run's folder found; all pages are made from it."""
+"""The state of a run at one poll of its folder, from which all pages are made."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from seatrial.record.view import RunReader, RunView
 from seatrial.ui.recovery import Recoveries
 from seatrial.ui.step_split import pipeline_of, waterfall_of_run
 
-_STEPS = 64  # recent ones of every rank, on which split and heat map are based
-_SLOW_S = 5.0  # between two readings of the ranks' records and of telemetry
-_STRAGGLING_S = 120.0  # between two readings of steps from the whole run
-_SHARE = 20  # of the time, at most one part in so many is spent on these readings
+_STEPS = 64  # recent steps of every rank, for the step split and the heat map
+_SLOW_S = 5.0  # between two reads of the ranks' records and of telemetry
+_STRAGGLING_S = 120.0  # between two reads of sampled steps of the whole run
+_SHARE = 20  # at most 1/20 of the time is spent on these reads
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The recent steps of the last generation, of all ranks that recorded them."""
+    """Recent steps of the last generation, from the ranks' records."""
 
     account: Account | None = None
-    pipeline: int = 1  # stages, among whose ranks own work is compared
-    nodes: tuple[int, ...] = ()  # of each slot; empty: not known
-    seconds: NDArray[np.float64] | None = None  # ranks x STAGES, the median of recent steps
+    pipeline: int = 1  # pipeline stages; own work is compared among the ranks of a stage
+    nodes: tuple[int, ...] = ()  # node of each slot; empty: unknown
+    seconds: NDArray[np.float64] | None = None  # ranks x STAGES, median over recent steps
     waterfall: StepWaterfall | None = None
     why_no_prediction: str = ""
 
@@ -49,15 +49,15 @@ class Ranks:
 
 @dataclass
 class Moment:
-    """A run as it was at `now` (unix seconds)."""
+    """A run at `now` (unix seconds)."""
 
     view: RunView
     now: float
     ranks: Ranks
     telemetry: Mapping[int, Sample] = field(default_factory=dict)
     whole: Goodput | None = None  # where the time of the run went
-    today: Goodput | None = None  # since midnight; None: the run was not there
-    complete: bool = False  # whether all but the view has been read
+    today: Goodput | None = None  # since midnight; None: the run did not run today
+    complete: bool = False  # whether everything besides the view has been read
 
     @property
     def nodes(self) -> Nodes:
@@ -65,14 +65,14 @@ class Moment:
 
     @property
     def underway(self) -> str | None:
-        """The recovery in progress."""
+        """The recovery in progress, as text."""
         if self.view.state != "running":
             return None
         return Recoveries(self.view.own_events).underway(self.now)
 
 
 class MomentReader:
-    """Follows one run; a poll costs what was written since the one before."""
+    """Follows one run; a poll reads only what was written since the last one."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._reader = RunReader(folder)
@@ -85,14 +85,14 @@ class MomentReader:
         self._generation = -1
 
     def first(self) -> Iterator[Moment]:
-        """What is quickly there, each time with more: of a long run, all of it takes seconds."""
+        """The first states, each with more data: reading a long run takes seconds."""
         view = self._reader.view()
         yield Moment(view, time.time(), self._ranks)
         self._ranks, self._ranks_at = _read_ranks(view), time.monotonic()
         yield Moment(view, time.time(), self._ranks)
 
     def poll(self) -> Moment:
-        """Raises nothing for a damaged folder: what is damaged is a problem of the view."""
+        """The run now. Damage of the folder is not raised but listed in the view's problems."""
         view, began = self._reader.view(), time.monotonic()
         if began >= self._due or view.generation != self._generation:
             self._generation = view.generation
@@ -121,7 +121,7 @@ class MomentReader:
 
 
 def midnight(now: float) -> float:
-    """Unix time at which today began on this machine."""
+    """Unix time of the last midnight, in local time."""
     today = time.localtime(now)
     return time.mktime((today.tm_year, today.tm_mon, today.tm_mday, 0, 0, 0, 0, 0, -1))
 
@@ -134,13 +134,13 @@ def _read_ranks(view: RunView) -> Ranks:
         return Ranks()
     waterfall, why = waterfall_of_run(view, split)
     pipeline = 1
-    with contextlib.suppress(InputError):  # `why` says it
+    with contextlib.suppress(InputError):  # `why` has the reason
         pipeline = pipeline_of(view, split)
     return Ranks(split, pipeline, _slots(view, split.ranks), _medians(found, split), waterfall, why)
 
 
 def _medians(found: Mapping[int, RankStages], split: Account) -> NDArray[np.float64]:
-    """Of each rank and stage the median over the steps of `split`."""
+    """The median over the steps of `split`, shape (ranks, stages)."""
     rows = []
     for rank in range(split.ranks):
         each = found[rank]
@@ -150,7 +150,7 @@ def _medians(found: Mapping[int, RankStages], split: Account) -> NDArray[np.floa
 
 
 def _slots(view: RunView, ranks: int) -> tuple[int, ...]:
-    """The node of each slot in the current generation; empty if that is not known, or ranks do not fit it."""
+    """The node of each slot in the current generation; empty if unknown, or if it does not match the number of ranks."""
     for event in reversed(view.events):
         slots = (event.data or {}).get("slots")
         if event.kind == "generation_started" and isinstance(slots, dict):

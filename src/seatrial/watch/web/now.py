@@ -1,4 +1,4 @@
-"""The first screen: is it moving, what needs a hand, where today's time went, which ranks deviate, what is in reserve."""
+"""The first screen: progress, what needs attention, today's lost time, deviating ranks, spares, checkpoint."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from seatrial.ui.summary import shown_events
 from seatrial.watch.web import heat
 from seatrial.watch.web.moment import Moment
 
-_LATE = 5.0  # mean step times without a new step
+_LATE = 5.0  # step times without a new step
 _LEAST_LATE_S = 10.0
 _LAST_EVENTS = 8
 _MOST_PROBLEMS = 5
 
 
 def now(moment: Moment) -> dict[str, Any]:
-    """The document that is pushed to browsers. Times are unix seconds: ages are counted there."""
+    """The document that is pushed to browsers. Times are unix seconds; browsers compute ages."""
     view, known = moment.view, moment.complete or moment.ranks.account is not None
     return {
         "name": view.folder.path.absolute().name,
         "state": {"state": view.state, "reason": view.state_reason, "generation": view.generation},
         "moving": _moving(moment),
-        "hand": needs_a_hand(moment),
+        "attention": needs_attention(moment),
         "lost": _lost(moment),
         "reserve": _reserve(moment),
         "checkpoint": _checkpoint(moment),
-        "heat": heat.heat(moment, heat.OWN_WORK) if known else {"why": "being read", "values": []},
+        "heat": heat.heat(moment, heat.OWN_WORK) if known else {"why": "reading ...", "values": []},
         "events": [event_row(event) for event in shown_events(view)[-_LAST_EVENTS:]][::-1],
         "missing": [str(problem) for problem in view.problems[:_MOST_PROBLEMS]],
         "missing_count": len(view.problems),
@@ -74,7 +74,7 @@ def _moving(moment: Moment) -> dict[str, Any]:
 
 
 def _validation(moment: Moment) -> dict[str, Any] | None:
-    """The newest validation loss and its step; None: not measured."""
+    """The latest validation loss and its step; None: not measured."""
     history = moment.view.history
     known = np.flatnonzero(np.isfinite(np.asarray(history.column("validation_loss"), np.float64)))
     if not known.size:
@@ -84,13 +84,13 @@ def _validation(moment: Moment) -> dict[str, Any] | None:
 
 
 def _lost(moment: Moment) -> dict[str, Any] | None:
-    """Seconds of today that no step counts for, by cause; None: not read yet."""
+    """Today's seconds outside steps that count, by cause; None: not read yet."""
     whole, today = moment.whole, moment.today
     if whole is None:
         return {"why": "no start is recorded"} if moment.complete else None
     mtbf = f"mean time between failures of the run: {mtbf_words(whole.mtbf)}"
     if today is None:
-        return {"why": "the run had ended before today", "mtbf": mtbf}
+        return {"why": "the run ended before today", "mtbf": mtbf}
     causes = [name for name in LABELS if name != "productive"]
     rows = [{"label": LABELS[name], "value": round(today.seconds[name], 1)} for name in causes]
     return {
@@ -103,8 +103,8 @@ def _lost(moment: Moment) -> dict[str, Any] | None:
     }
 
 
-def needs_a_hand(moment: Moment) -> list[dict[str, Any]]:
-    """What somebody should do something about, worst first, with node and command where they are known."""
+def needs_attention(moment: Moment) -> list[dict[str, Any]]:
+    """Problems that need action, worst first, with node and command if known."""
     view = moment.view
     run = shlex.quote(str(view.folder.path))
     found = []
@@ -205,7 +205,7 @@ def _checkpoint(moment: Moment) -> dict[str, Any] | None:
 
 
 def _verified(moment: Moment, step: int) -> bool | None:
-    """Whether this checkpoint was read back, each byte by its hash, when a start resumed from it; false: it is damaged."""
+    """True if a start resumed from this checkpoint, which compares every byte with its hash; False: damaged; None: not read back."""
     for event in reversed(moment.view.events):
         if (event.data or {}).get("step") == step:
             if event.kind == "resumed":
@@ -218,7 +218,7 @@ def _verified(moment: Moment, step: int) -> bool | None:
 
 
 def event_row(event: Event) -> dict[str, Any]:
-    """One event for a list."""
+    """One row of the event list."""
     return {
         "time": event.time,
         "severity": event.severity if event.severity in ("warning", "error") else "info",

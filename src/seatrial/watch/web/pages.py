@@ -1,4 +1,4 @@
-"""The pages of one run besides the first screen, as blocks; a page says what is missing. Pure but for the files it names."""
+"""The pages of one run other than the first screen, as blocks. A page lists what is missing. Reads only the job file and plan.json."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from seatrial.watch.web.documents import Document, read_document
 from seatrial.watch.web.moment import Moment
 
 Page = dict[str, Any]
-POINTS = 1200  # of a curve
+POINTS = 1200  # points of a curve
 _MOST_EVENTS = 1000
 _MOST_ROWS = 500
 _SEVERITY = {"error": "bad", "warning": "warn"}
-# Besides those of severity warning and error: what happened to the run.
+# Major events, in addition to warnings and errors.
 _STEPS_OF_A_RUN = ("run_started", "generation_started", "recovering", "recovered", "run_finished", "grown")
 
 
@@ -34,14 +34,14 @@ def page(title: str, blocks: Sequence[b.Block], missing: Sequence[str] = ()) -> 
 
 
 def ranks(moment: Moment) -> Page:
-    """The heat map's data is asked for by metric; here are the metrics, and the ranks that differ most."""
+    """The metrics of the heat map, whose data is requested separately, and the ranks that deviate most."""
     rows = [
         [rank, node, units.duration(own), b.toned(f"{share:+.1f} %", "warn" if share > 2 else "")]
         for rank, node, own, share in heat.worst(moment, 24)
     ]
     found = [
         b.table(
-            "Ranks that differ most", ["#rank", "#node", "#own work of a step", "#beside stage peers"], rows
+            "Most deviating ranks", ["#rank", "#node", "#own work per step", "#against stage peers"], rows
         )
     ]
     split = moment.ranks.account
@@ -51,14 +51,14 @@ def ranks(moment: Moment) -> Page:
         else ["not all ranks have recorded the stages of a step of this generation yet"]
     )
     if not moment.telemetry:
-        missing.append("telemetry of nodes: not recorded")
+        missing.append("node telemetry: not recorded")
     notes = (
         []
         if split is None
         else [
             b.note(
-                f"Own work: what a rank does without waiting for another, median of steps {split.first_step:,}-{split.last_step:,}; "
-                f"peers: the ranks of the same one of {moment.ranks.pipeline} pipeline stages."
+                f"Own work: time of a step in which a rank does not wait for others, median of steps {split.first_step:,}-{split.last_step:,}; "
+                f"peers: the ranks of the same pipeline stage (of {moment.ranks.pipeline})."
             )
         ]
     )
@@ -66,7 +66,7 @@ def ranks(moment: Moment) -> Page:
 
 
 def step(moment: Moment) -> Page:
-    """Where the time of a step goes, measured beside planned."""
+    """The time of a step by stage, measured and planned."""
     split, waterfall = moment.ranks.account, moment.ranks.waterfall
     if split is None:
         return page("Step", [], ["the ranks have not recorded the stages of a step of this generation yet"])
@@ -78,8 +78,8 @@ def step(moment: Moment) -> Page:
                 ("steps", f"{split.first_step:,}-{split.last_step:,}"),
                 ("ranks", f"{split.ranks:,}"),
                 (
-                    "sets the pace",
-                    f"rank {split.split.pace_rank}, {units.duration(split.split.pace_ahead_s)} above the median",
+                    "slowest rank",
+                    f"rank {split.split.pace_rank}, {units.duration(split.split.pace_ahead_s)} slower than the median",
                 ),
                 (
                     "plan",
@@ -96,7 +96,7 @@ def step(moment: Moment) -> Page:
                 _bar(name.replace("_", " "), seconds, split.split.step_s)
                 for name, seconds in split.seconds.items()
             ],
-            note="Frontier accounting: the stages add up to the step of the slowest rank; own work first, waiting has what remains.",
+            note="Frontier accounting: the stages add up to the step time of the slowest rank; waiting is what remains after own work.",
         ),
     ]
     notes = [
@@ -111,9 +111,9 @@ def step(moment: Moment) -> Page:
             if row.predicted_s is not None:
                 entry |= {"planned": row.predicted_s, "planned_text": units.duration(row.predicted_s)}
             if row.ratio is not None:
-                entry["ratio"] = f"{row.ratio:.2f} of plan"
+                entry["ratio"] = f"{row.ratio:.2f} x plan"
             rows.append(entry)
-        found.append(b.bars("Measured beside the plan", rows))
+        found.append(b.bars("Measured and planned", rows))
         notes += [b.note(text) for text in waterfall.notes()]
     if moment.ranks.why_no_prediction:
         missing.append(f"no prediction: {moment.ranks.why_no_prediction}")
@@ -131,7 +131,7 @@ def _bar(label: str, seconds: float | None, whole: float) -> b.Block:
 
 
 def curves(moment: Moment) -> Page:
-    """Loss, speed and step time over the whole history."""
+    """Loss, throughput and step time over the whole run."""
     history = moment.view.history
     steps = np.array(history.steps, dtype=np.int64)
     found, missing = [], []
@@ -140,9 +140,9 @@ def curves(moment: Moment) -> Page:
     starts = _places(len(steps))
     x = steps[np.append(starts[1:], len(steps)) - 1].tolist()
     for title, name, unit in (
-        ("Loss", "loss", "nats a token"),
+        ("Loss", "loss", "nats/token"),
         ("Step time", "step_time_s", "s"),
-        ("Tokens a second", "tokens_per_s", ""),
+        ("Tokens per second", "tokens_per_s", ""),
     ):
         values = np.asarray(history.column(name), dtype=np.float64)
         lost = int((~np.isfinite(values)).sum())
@@ -154,19 +154,19 @@ def curves(moment: Moment) -> Page:
     validation = history.validation
     if validation:
         at, losses = zip(*validation[-POINTS:], strict=True)
-        found.insert(1, b.chart("Validation loss", at, [("loss", losses)], unit="nats a token"))
+        found.insert(1, b.chart("Validation loss", at, [("loss", losses)], unit="nats/token"))
     else:
         missing.append("validation loss: not measured (train.validate_every_steps)")
     return page("Curves", found, missing)
 
 
 def _places(count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Where each of at most POINTS bins of `count` values begins."""
+    """Start index of each bin, at most POINTS bins over `count` values."""
     return np.unique(np.linspace(0, count, min(count, POINTS), endpoint=False).astype(np.int64))
 
 
 def _binned(values: Any, starts: Any) -> tuple[list[float | None], list[float | None], list[float | None]]:
-    """Mean, low and high of each bin; None where nothing is finite."""
+    """Mean, minimum and maximum of each bin; None if it has no finite value."""
     known = np.isfinite(values)
     counts = np.add.reduceat(known.astype(np.int64), starts)
     sums = np.add.reduceat(np.where(known, values, 0.0), starts)
@@ -181,14 +181,14 @@ def _binned(values: Any, starts: Any) -> tuple[list[float | None], list[float | 
 
 
 def events(moment: Moment) -> Page:
-    """Failures with their evidence, then all events, the newest first."""
+    """Failures with their evidence, then all events, newest first."""
     view = moment.view
     found: list[b.Block] = []
     if view.failure is not None:
         failure = view.failure
         found += [
             b.facts(
-                "The failure that ended it",
+                "The failure that ended the run",
                 [
                     ("what", b.toned(failure.message, "bad")),
                     ("cause", failure.cause),
@@ -201,12 +201,12 @@ def events(moment: Moment) -> Page:
             )
         ]
         if failure.tail:
-            found.append(b.text("Its last lines", failure.tail))
+            found.append(b.text("Last log lines", failure.tail))
     recoveries = Recoveries(view.events)
     counts = Counter(e.kind for e in view.events if e.severity in ("warning", "error"))
     found.append(
         b.facts(
-            "In all",
+            "Summary",
             [
                 ("events", f"{len(view.events):,}"),
                 ("recoveries", recoveries.total or "none"),
@@ -221,7 +221,7 @@ def events(moment: Moment) -> Page:
             "kind": "events",
             "title": "Events",
             "rows": [_event(event) for event in shown],
-            "note": f"{cut:,} earlier ones are in events.jsonl" if cut else "",
+            "note": f"{cut:,} earlier events are in events.jsonl" if cut else "",
         }
     )
     missing = [str(p) for p in view.problems if p.file.startswith("events")][:20]
@@ -244,7 +244,7 @@ def _event(event: Event) -> dict[str, Any]:
 
 
 def checkpoints(moment: Moment) -> Page:
-    """Complete checkpoints, and what the events say of saves."""
+    """Complete checkpoints, and statistics of saves from the events."""
     view = moment.view
     kept = [
         [f"{c.step:,}", b.ago(c.time), b.at(c.time), c.where, "newest" if c == view.latest else ""]
@@ -265,13 +265,13 @@ def checkpoints(moment: Moment) -> Page:
             "Saves",
             [
                 ("saved", f"{len(saves):,}"),
-                ("median time of a save", units.duration(float(np.median(seconds))) if seconds else None),
+                ("median save time", units.duration(float(np.median(seconds))) if seconds else None),
                 (
-                    "training stopped for it",
+                    "training stalled per save",
                     f"median {units.duration(float(np.median(stalled)))}" if stalled else None,
                 ),
                 (
-                    "steps since the newest",
+                    "steps since the latest",
                     None if view.latest is None else f"{max(0, view.step - view.latest.step):,}",
                 ),
                 ("interval", None if interval is None else _steps(interval.number("steps"))),
@@ -300,7 +300,7 @@ def checkpoints(moment: Moment) -> Page:
                     "" if took is None else units.duration(took),
                 ]
             )
-        found.append(b.table("Last saves", ["#step", "when", "#size", "#took"], rows))
+        found.append(b.table("Latest saves", ["#step", "when", "#size", "#time"], rows))
     return page("Checkpoints", found, missing)
 
 
@@ -309,7 +309,7 @@ def _steps(value: float | None) -> str | None:
 
 
 def data(moment: Moment) -> Page:
-    """Which samples were seen, and from which stores."""
+    """Samples seen, and the stores they came from."""
     view = moment.view
     missing: list[str] = []
     plan = read_document(view.folder.plan_json, missing)
@@ -318,7 +318,7 @@ def data(moment: Moment) -> Page:
             "Samples",
             [
                 ("steps in the ledger", f"{view.ledger_steps:,}"),
-                ("every sample once", _verdict(moment)),
+                ("every sample seen once", _verdict(moment)),
                 ("tokens trained on", units.count(view.tokens) if view.tokens else None),
                 ("skipped steps", f"{len(view.skipped_steps):,}" if view.skipped_steps else "none"),
                 ("skipped samples", f"{view.skipped_samples:,}" if view.skipped_steps else None),
@@ -328,7 +328,7 @@ def data(moment: Moment) -> Page:
         )
     ]
     if plan is None:
-        missing.append("plan.json: not there, so the stores are not known")
+        missing.append("plan.json does not exist, so the stores are unknown")
     else:
         tokens = plan.number("data", "tokens")
         stores = [store.value for store in plan.each("data", "stores") if isinstance(store.value, str)]
@@ -338,26 +338,28 @@ def data(moment: Moment) -> Page:
             b.facts(
                 "Tokens",
                 [
-                    ("in the stores", None if tokens is None else units.count(tokens)),
+                    ("tokens in the stores", None if tokens is None else units.count(tokens)),
                     ("tokenizer", plan.text("data", "tokenizer")),
                     (
-                        "passes over it",
+                        "epochs",
                         None if not tokens or not view.tokens else f"{view.tokens / tokens:.2f}",
                     ),
                 ],
             )
         )
         found.append(
-            b.table("Stores", ["store", "SHA-256 of its manifest"], list(zip(stores, digests, strict=False)))
+            b.table("Stores", ["store", "manifest SHA-256"], list(zip(stores, digests, strict=False)))
         )
     if view.ledger_gaps:
         found.append(
             b.table(
-                "Contradictions in the ledger", ["what"], [[gap] for gap in view.ledger_gaps[:_MOST_ROWS]]
+                "Contradictions in the ledger",
+                ["contradiction"],
+                [[gap] for gap in view.ledger_gaps[:_MOST_ROWS]],
             )
         )
     if view.skipped_steps:
-        found.append(b.note(f"Skipped on purpose: {figures.steps(view.skipped_steps)[:2000]}", "warn"))
+        found.append(b.note(f"Deliberately skipped: {figures.steps(view.skipped_steps)[:2000]}", "warn"))
     return page("Data", found, missing)
 
 
@@ -367,15 +369,15 @@ def _verdict(moment: Moment) -> Any:
         return b.toned(f"no: {len(view.ledger_gaps):,} contradictions", "bad")
     if not view.ledger_steps:
         return "the ledger is empty"
-    return b.toned("yes", "good") if view.job.global_batch else "unjudged: job.toml has no global batch"
+    return b.toned("yes", "good") if view.job.global_batch else "unknown: job.toml has no global batch"
 
 
 def plan(moment: Moment) -> Page:
-    """Layout, model, and the job with every key."""
+    """Layout, model, and the job file with every key."""
     view, missing, found = moment.view, list[str](), list[b.Block]()
     document = read_document(view.folder.plan_json, missing)
     if document is None:
-        missing = missing or ["plan.json: not there"]
+        missing = missing or ["plan.json does not exist"]
     else:
         parameters = document.number("parameters")
         layout = [
@@ -402,7 +404,7 @@ def plan(moment: Moment) -> Page:
                         ("basis", chosen.text("basis")),
                         ("predicted step", None if step_s is None else units.duration(step_s)),
                         ("predicted MFU", None if mfu is None else figures.mfu(mfu)),
-                        ("why now", chosen.text("why_now")),
+                        ("reason", chosen.text("why_now")),
                     ],
                 )
             )

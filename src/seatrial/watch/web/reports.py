@@ -1,4 +1,4 @@
-"""Pages from the reports of checks, scaling tests and drills; a report of another version is shown as far as it is understood."""
+"""Pages from the reports of checks, scaling tests and drills. Unknown parts of another version's report are left out."""
 
 from __future__ import annotations
 
@@ -20,11 +20,15 @@ _DRILL = re.compile(r"drill-[0-9-]{1,40}\.json")
 
 
 def checks(folder: RunFolder) -> Parts:
-    """The last check that measured the nodes of this run."""
+    """The latest check of this run's nodes."""
     missing: list[str] = []
     report = read_document(folder.reports / "check.json", missing)
     if report is None:
-        return "Checks", [], missing or ["no check: `seatrial check JOB` leaves its report with the run"]
+        return (
+            "Checks",
+            [],
+            missing or ["no check: `seatrial check JOB` writes its report into the run folder"],
+        )
     seconds = report.number("seconds", "total")
     nodes = [(name, item.value) for name, item in report.items("nodes") if isinstance(item.value, str)]
     found = [
@@ -50,13 +54,13 @@ def checks(folder: RunFolder) -> Parts:
         for finding in report.each("findings")
     ]
     if rows:
-        found.append(b.table("Findings", ["", "code", "node", "what", "what to do"], rows[:_MOST]))
+        found.append(b.table("Findings", ["", "code", "node", "finding", "what to do"], rows[:_MOST]))
     blames = [
         [_toned(blame.text("verdict")), blame.text("what"), blame.text("kind"), blame.text("why")]
         for blame in report.each("blames")
     ]
     if blames:
-        found.append(b.table("Suspected parts", ["", "what", "kind", "why"], blames[:_MOST]))
+        found.append(b.table("Suspected parts", ["", "part", "kind", "reason"], blames[:_MOST]))
     bad = [[name, _toned(verdict)] for name, verdict in nodes if verdict != "PASS"]
     if bad:
         found.append(b.table("Nodes that did not pass", ["node", "verdict"], bad[:_MOST]))
@@ -64,7 +68,7 @@ def checks(folder: RunFolder) -> Parts:
 
 
 def scaling(folder: RunFolder) -> Parts:
-    """The scaling tests of this run's job, the newest first."""
+    """The scaling tests of this run's job, newest first."""
     missing: list[str] = []
     found: list[b.Block] = []
     name = folder.path.absolute().name
@@ -104,9 +108,9 @@ def scaling(folder: RunFolder) -> Parts:
             "#nodes",
             "#GPUs",
             "#tokens/s",
-            "#a GPU",
+            "#per GPU",
             "#efficiency",
-            "#of a doubling",
+            "#per doubling",
             "#MFU",
             "problem",
         ]
@@ -115,12 +119,12 @@ def scaling(folder: RunFolder) -> Parts:
         if gates:
             found.append(b.table("Gates", ["", "gate", "why"], gates[:_MOST]))
     if not found and not missing:
-        missing = ["no scaling test: `seatrial scale JOB` makes one"]
+        missing = ["no scaling test: run `seatrial scale JOB`"]
     return "Scaling", found, missing
 
 
 def drills(folder: RunFolder) -> Parts:
-    """The drills whose reports are in the run folder, the newest first."""
+    """The drills with a report in the run folder, newest first."""
     missing: list[str] = []
     found: list[b.Block] = []
     try:
@@ -155,12 +159,14 @@ def drills(folder: RunFolder) -> Parts:
         columns = ["", "scenario", "fault", "#detected in", "#recovered in", "#steps redone", "why"]
         found.append(b.table("Scenarios", columns, rows[:_MOST]))
     if not found and not missing:
-        missing = ["no drill: `seatrial drill JOB` leaves its report with a run that is not running"]
+        missing = [
+            "no drill: `seatrial drill JOB` writes its report into the folder of a run that is not running"
+        ]
     return "Drills", found, missing
 
 
 def _reports_of(place: Path, run: str, missing: list[str]) -> list[Path]:
-    """The folders RUN-DATE-TIME in `place`, the newest first."""
+    """The folders RUN-DATE-TIME in `place`, newest first."""
     try:
         names = os.listdir(place)
     except FileNotFoundError:

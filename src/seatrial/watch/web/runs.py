@@ -1,4 +1,4 @@
-"""The runs that the server shows: those that were named, or all of a folder; a run is always looked up by its name."""
+"""The runs that the server shows: those given, or all in a folder, looked up by name."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ from seatrial.record.run_series import run_values
 from seatrial.watch.web.moment import Moment
 from seatrial.watch.web.watched import Watched
 
-_LIST_S = 3.0  # between two looks at all runs
+_LIST_S = 3.0  # between two scans of all runs
 _FEW = 4
-_OLD, _SLOW_S = 3, 10.0  # samples: from an agent that has ended, and so late this process may read
+_OLD, _SLOW_S = (
+    3,
+    10.0,
+)  # telemetry samples older than so many intervals are stale; slack for this process reading late
 
 
 class Runs:
-    """Looks runs up, and begins to read one when somebody asks for it. Everything but `end` may be called by any thread."""
+    """Looks runs up, and starts reading one on its first request. Thread-safe except for `end`."""
 
     def __init__(self, chosen: Sequence[RunFolder], root: Path, loop: asyncio.AbstractEventLoop) -> None:
-        """`chosen`: only these; none: all that are in `root`."""
+        """`chosen`: only these; empty: all in `root`."""
         self._root, self._loop = root, loop
         self._chosen = _named(chosen)
         self._watched: dict[str, Watched] = {}
@@ -35,12 +38,12 @@ class Runs:
         self._listed: tuple[float, dict[str, Any]] | None = None
 
     def begin(self) -> None:
-        """Read the runs that were named at once, if they are few: the first browser then need not wait."""
+        """Start reading the given runs, if they are few, so that the first browser need not wait."""
         for name in list(self._chosen)[:_FEW]:
             self.get(name)
 
     def get(self, name: str) -> Watched | None:
-        """The run with this name, which is read from now on."""
+        """The run with this name; starts reading it."""
         with self._lock:
             found = self._watched.get(name)
             if found is None:
@@ -52,7 +55,7 @@ class Runs:
         return found
 
     def listed(self) -> dict[str, Any]:
-        """All runs with state, step, loss and age, the newest first."""
+        """All runs with state, step, loss and age, newest first."""
         with self._lock:
             if self._listed is None or time.monotonic() >= self._listed[0]:
                 began = time.monotonic()
@@ -65,7 +68,7 @@ class Runs:
             return self._listed[1]
 
     def metrics(self) -> bytes:
-        """The series of the runs that were named, or that are running, for Prometheus; of one run also those of its nodes."""
+        """Prometheus series of the given, or else the running, runs; of a single run also those of its nodes."""
         names = list(self._chosen) or [
             run["name"] for run in self.listed()["runs"] if run["state"] == "running"
         ]
@@ -76,7 +79,7 @@ class Runs:
         return exposition(parts)
 
     def end(self) -> None:
-        """Stop reading, and end all streams. Called in the loop's thread."""
+        """Stop reading, and end all streams. Called in the event loop's thread."""
         for watched in self._watched.values():
             watched.end()
 
@@ -85,12 +88,12 @@ class Runs:
             return self._chosen
         try:
             return _named([RunFolder(path) for path in sorted(run_folders(self._root, False))])
-        except OSError:  # the folder was removed, or its storage does not answer
+        except OSError:  # folder removed, or storage not reachable
             return {}
 
 
 def _series(moment: Moment, alone: bool) -> list[Labelled]:
-    """Device series have no label of the run, so those of several runs could not be told apart."""
+    """The series of one run. `alone`: with device series, which have no run label and so would mix if there were several."""
     now = time.time()
     fresh = [
         (node, sample)

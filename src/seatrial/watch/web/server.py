@@ -1,4 +1,4 @@
-"""Serves the web application until it is interrupted."""
+"""Serves the web application until interrupted."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from seatrial.watch.web.access import Access, is_loopback
 from seatrial.watch.web.app import application
 from seatrial.watch.web.runs import Runs
 
-_NICE = 5  # a run on the same machine comes first
-_GRACE_S = 1  # for answers in progress when it ends; streams are ended before
+_NICE = 5  # a run on the same machine has priority
+_GRACE_S = 1  # for responses in progress at shutdown; streams are ended before
 _KEEP_ALIVE_S = 30
 
 
 class Server(uvicorn.Server):
-    """uvicorn waits for open streams when it ends, and streams wait for news: they are ended first."""
+    """Ends the streams first on shutdown: uvicorn would wait for them."""
 
     runs: list[Runs]
 
@@ -34,7 +34,7 @@ class Server(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that accepts connections. Raises InputError if the address cannot be used."""
+    """A listening socket. Raises InputError if the address cannot be used."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(family, kind, proto)
@@ -58,7 +58,7 @@ def serve(
     new: bool,
     kept: Path,
 ) -> None:
-    """Serve until SIGINT or SIGTERM. `new`: the token was just made, so it is shown; else where it is `kept`."""
+    """Serve until SIGINT or SIGTERM. `new`: the token was just created and is printed; else its file `kept` is."""
     host, port = listening.getsockname()[:2]
     assert token is not None or is_loopback(host)
     os.nice(_NICE)
@@ -80,8 +80,8 @@ def serve(
     name = f"[{host}]" if ":" in host else host
     where = f"http://{name}:{port}/"
     if token is not None:
-        # Behind "#", which no browser sends: in no log.
-        where = f"{where}#token={token}" if new else f"{where} (its token is in {kept})"
+        # In the fragment, which browsers do not send, so it is in no log.
+        where = f"{where}#token={token}" if new else f"{where} (token: see {kept})"
     print(f"serving on {where}", file=sys.stderr, flush=True)
     if is_loopback(host):
         print(

@@ -1,4 +1,4 @@
-"""Parts of logs, whatever their size: from the end, on from where a browser has read, or back from there."""
+"""Reads parts of large logs: the end, what was appended since, or earlier lines."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from seatrial.base.files import open_file
 from seatrial.record.folder import RunFolder
 from seatrial.record.logs import Log, generations, last_lines_at, logs_of
 
-_LINES = 400  # of the end
-_MOST_BYTES = 256 << 10  # of one answer
+_LINES = 400  # lines of the end
+_MOST_BYTES = 256 << 10  # per response
 
 
 def logs(folder: RunFolder, generation: int | None) -> dict[str, Any]:
-    """The logs of a generation (default: the newest) with their sizes."""
+    """The logs of a generation (default: the latest) with their sizes."""
     there = generations(folder)
     chosen = generation if generation in there else (there[-1] if there else 0)
     rows = []
@@ -29,12 +29,12 @@ def logs(folder: RunFolder, generation: int | None) -> dict[str, Any]:
 
 
 def find(folder: RunFolder, generation: int, wanted: str) -> Log | None:
-    """The log with this id among those that are there: a path is never made from what was asked for."""
+    """The existing log with this id. A path is never built from the request."""
     return next((log for log in logs_of(folder, generation) if _id(log) == wanted), None)
 
 
 def part(log: Log, *, after: int | None = None, before: int | None = None) -> dict[str, Any]:
-    """Lines with their place in the file, at most 256 KiB: those after a byte, those before one, else the last ones."""
+    """At most 256 KiB of lines with their byte range: after or before an offset, else the last ones."""
     try:
         with open(open_file(log.path), "rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -53,7 +53,7 @@ def part(log: Log, *, after: int | None = None, before: int | None = None) -> di
         return {"lines": [], "from": 0, "to": 0, "size": 0, "why": f"cannot be read: {error.strerror}"}
     whole = data.rfind(b"\n") + 1
     if whole and end == size and before is None:
-        data = data[:whole]  # the rest of the last line comes when it is complete
+        data = data[:whole]  # an incomplete last line is sent when it is complete
     if torn and after is None and b"\n" in data[:-1]:
         cut = data.find(b"\n") + 1
         begin, data = begin + cut, data[cut:]

@@ -1,4 +1,4 @@
-"""One run, read by one thread for all browsers, and its pages as bytes that all of them share."""
+"""One run, read by one thread for all browsers, with its encoded pages cached for all."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from seatrial.watch.web.now import now
 
 Result = TypeVar("Result")
 
-POLL_S = 1.0  # between two readings
-_EVENT_S = 0.25  # until an event, which may be a fault, is noticed in between
-_SHARE = 4  # of the time, at most one part in so many is spent reading
-_IDLE_S = 30.0  # without a browser: the folder is read no more until one asks
-_FORGET_S = 900.0  # and what was read is dropped: it can be some hundred MB
-_PAGE_S, _PAGE_SHARE = 1.0, 20  # a page is made at most so often
-_LEAST_TO_PACK = 1400  # bytes: less fits a packet as it is
+POLL_S = 1.0  # between two polls
+_EVENT_S = 0.25  # between two checks for new events, which may be faults
+_SHARE = 4  # at most 1/4 of the time is spent reading
+_IDLE_S = 30.0  # without a request: reading pauses
+_FORGET_S = 900.0  # without a request: what was read is dropped, which can be hundreds of MB
+_PAGE_S, _PAGE_SHARE = 1.0, 20  # minimum interval of making a page, and maximum share of the time
+_LEAST_TO_PACK = 1400  # bytes: a smaller body fits one packet uncompressed
 
 
 @dataclass(frozen=True)
 class Body:
-    """A response, also compressed; `tag` identifies its content."""
+    """A response body, plain and compressed; `tag` is its ETag."""
 
     raw: bytes
     packed: bytes
@@ -38,21 +38,21 @@ class Body:
 
 
 def body_of(value: Any) -> Body:
-    """`value` as JSON."""
+    """`value` encoded as JSON."""
     raw = encode(value)
     packed = gzip.compress(raw, 1, mtime=0) if len(raw) >= _LEAST_TO_PACK else b""
     return Body(raw, packed, f'"{hashlib.blake2b(raw, digest_size=12).hexdigest()}"')
 
 
 class Watched:
-    """Reads the run while somebody watches. Everything but the feed may be called by any thread."""
+    """Reads the run while browsers request it. Thread-safe except for the feed."""
 
     def __init__(self, name: str, folder: RunFolder, loop: asyncio.AbstractEventLoop) -> None:
         self.name, self.folder = name, folder
         self.feed = Feed(loop)
-        self._lock = threading.Lock()  # of the reader and what it has read
+        self._lock = threading.Lock()  # protects the reader and the latest moment
         self._wanted, self._ending = threading.Event(), threading.Event()
-        self._read = threading.Event()  # there is a moment
+        self._read = threading.Event()  # set once there is a moment
         self._asked = time.monotonic()
         self._reader: MomentReader | None = None
         self._moment: Moment | None = None
@@ -61,7 +61,7 @@ class Watched:
         self._thread = threading.Thread(target=self._follow, name=f"watch {name}", daemon=True)
 
     def want(self) -> None:
-        """Somebody watches: read, and go on for a while."""
+        """Start or continue reading, for a while."""
         self._asked = time.monotonic()
         if not self._wanted.is_set():
             self._read.clear()
@@ -72,7 +72,7 @@ class Watched:
                     self._thread.start()
 
     def end(self) -> None:
-        """Stop reading, and end the streams. Called in the loop's thread."""
+        """Stop reading, and end the streams. Called in the event loop's thread."""
         self._ending.set()
         self._wanted.set()
         self.feed.end()
@@ -80,7 +80,7 @@ class Watched:
     def body(
         self, key: tuple[str, ...], make: Callable[[Moment], Mapping[str, Any]], wait_s: float = 30.0
     ) -> Body:
-        """The page `key`, made at most once a second for all. Raises TimeoutError if the run cannot be read in time."""
+        """The page `key`, made at most once per second. Raises TimeoutError if the run cannot be read in time."""
         self.want()
         if not self._read.wait(wait_s):
             raise TimeoutError(f"{self.name} is still being read")
@@ -92,14 +92,14 @@ class Watched:
             if self._moment is None:
                 return body_of({"blocks": [], "missing": [self._problem]})
             body = body_of(make(self._moment))
-            if len(self._bodies) > 200:  # as many metrics and logs as can be asked for
+            if len(self._bodies) > 200:  # bounds the cache: metrics and logs have many keys
                 self._bodies.clear()
             took = time.monotonic() - began
             self._bodies[key] = (began + took + max(_PAGE_S, _PAGE_SHARE * took), body)
             return body
 
     def use(self, take: Callable[[Moment], Result], wait_s: float = 30.0) -> Result | None:
-        """What `take` makes of the newest moment; None if the run could not be read. Raises as `body`."""
+        """`take` applied to the latest moment; None if the run could not be read. Raises as `body`."""
         self.want()
         if not self._read.wait(wait_s):
             raise TimeoutError(f"{self.name} is still being read")
@@ -121,7 +121,7 @@ class Watched:
                 continue
             try:
                 self._poll()
-            except Exception:  # noqa: BLE001 - the thread's last frame: the page says it, and the next poll tries again
+            except Exception:  # noqa: BLE001 - the thread's last frame: shown on the page, and the next poll retries
                 self._problem = f"reading it failed, a bug in Seatrial: {traceback.format_exc(limit=-3)}"
                 self.feed.publish({"name": self.name, "broken": self._problem})
                 self._reader = None
@@ -131,7 +131,7 @@ class Watched:
             self._rest(began + POLL_S, seen)
 
     def _rest(self, until: float, seen: int) -> None:
-        """Wait until then, or until there are more events than `seen`, in bytes."""
+        """Wait until `until`, or until events.jsonl is larger than `seen` bytes."""
         while time.monotonic() < until and self._events_bytes() == seen and not self._ending.is_set():
             self._ending.wait(_EVENT_S)
 

@@ -46,7 +46,7 @@ function events(block) {
   const draw = () => {
     const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
     const found = block.rows.filter((row) => (!major.checked || row.major) && words.every((word) => `${row.kind} ${row.text} node ${row.node} rank ${row.rank}`.toLowerCase().includes(word)));
-    count.textContent = `${found.length.toLocaleString("en")} of ${block.rows.length.toLocaleString("en")}${found.length > 300 ? ", the newest 300 are shown" : ""}`;
+    count.textContent = `${found.length.toLocaleString("en")} of ${block.rows.length.toLocaleString("en")}${found.length > 300 ? ", showing the latest 300" : ""}`;
     list.replaceChildren(...found.slice(0, 300).map(eventRow));
   };
   filter.addEventListener("input", draw);
@@ -61,7 +61,7 @@ const KINDS = { facts, table, bars, events, text, note, chart };
 
 export function missing(list) {
   if (!list?.length) return "";
-  return h("section", { class: "missing" }, h("h2", {}, "Missing here"), h("ul", {}, list.map((item) => h("li", {}, item))));
+  return h("section", { class: "missing" }, h("h2", {}, "Missing"), h("ul", {}, list.map((item) => h("li", {}, item))));
 }
 
 export const blocks = (page) => [...page.blocks.map((block) => KINDS[block.kind](block)), missing(page.missing)];

@@ -68,7 +68,7 @@ export function heatMap(picked = null) {
       box.style.background = style.getPropertyValue(`--${data.centred ? "div" : "seq"}${i}`);
       const edge = i === 0 ? short(data.low) : i === CLASSES - 1 ? `${short(data.high)} ${data.unit}` : "";
       return h("span", {}, box, data.centred ? words : edge);
-    }), data.centred ? h("span", {}, "% of a step beside the median of its stage peers; nodes in the order of their ranks") : "");
+    }), data.centred ? h("span", {}, "% of a step against the median of the stage peers; nodes in rank order") : "");
   }
 
   function say() {
@@ -120,7 +120,7 @@ export function heatMap(picked = null) {
       canvas.setAttribute("aria-label", `${name}: ${flat.length} ranks, ${far} at least 2 % of a step above their peers. Arrow keys choose a rank.`);
     } else canvas.setAttribute("aria-label", `${name}: ${data.nodes?.length ?? 0} nodes, from ${short(data.low)} to ${short(data.high)} ${data.unit}. Arrow keys choose a cell.`);
     if (chosen && !(data.nodes && chosen[0] < data.nodes.length && chosen[1] < data.columns.length)) chosen = null;
-    if (!chosen) readout.textContent = data.steps ? `steps ${number(data.steps[0])} to ${number(data.steps[1])}; ${data.values.flat().length} ranks; point at a cell, or use arrow keys` : "";
+    if (!chosen) readout.textContent = data.steps ? `steps ${number(data.steps[0])} to ${number(data.steps[1])}; ${data.values.flat().length} ranks; point at a cell or use the arrow keys` : "";
     draw();
     say();
   }

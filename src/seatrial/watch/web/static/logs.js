@@ -47,7 +47,7 @@ export function logsPage(run, api) {
     busy = true;
     try {
       const part = await get(`&after=${to}`);
-      if (part.from !== to) ({ lines, from, to, size } = part); // it was replaced
+      if (part.from !== to) ({ lines, from, to, size } = part); // the file was replaced
       else if (part.lines.length) {
         lines = [...lines, ...part.lines].slice(-MOST_LINES);
         ({ to, size } = part);

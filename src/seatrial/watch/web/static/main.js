@@ -60,7 +60,7 @@ function header() {
   const offline = document.body.classList.contains("offline");
   const word = state.state?.state;
   const left = run === null ? h("span", { class: "name" }, "Seatrial") : h("span", { class: "name" }, run);
-  const need = state.hand?.length ?? 0;
+  const need = state.attention?.length ?? 0;
   document.title = run === null ? "Seatrial" : `${need ? `(${need}) ` : ""}${run}${word ? `: ${word}` : ""}`;
   const parts = [
     h("a", { href: "#/runs", class: "home", title: "All runs (r)" }, h("img", { src: "/static/icon.svg", alt: "All runs", width: null })),
@@ -68,8 +68,8 @@ function header() {
     run !== null && word ? h("span", { class: `state ${word.replace(" ", "-")}` }, word) : "",
     run !== null && state.state?.generation ? h("span", { class: "dim wide" }, `generation ${number(state.state.generation)}`) : "",
     run !== null && state.moving?.time ? h("span", { class: "dim wide" }, "last step ", ago(state.moving.time, state.moving.late_s)) : "",
-    run !== null && need ? h("a", { class: "need", href: `#/run/${encodeURIComponent(run)}/now` }, `${need} need${need === 1 ? "s" : ""} a hand`) : "",
-    offline ? h("span", { class: "bad", role: "status" }, "server not reachable: what is shown is old") : "",
+    run !== null && need ? h("a", { class: "need", href: `#/run/${encodeURIComponent(run)}/now` }, `${need} need${need === 1 ? "s" : ""} attention`) : "",
+    offline ? h("span", { class: "bad", role: "status" }, "server not reachable: data is stale") : "",
     h("span", { class: "right" },
       h("button", { type: "button", onclick: theme, title: "Light or dark (t)" }, "light/dark"),
       h("button", { type: "button", onclick: help, class: "wide", title: "Keys (?)" }, "keys")),
@@ -114,7 +114,7 @@ function ranksPage(run) {
     series.replaceChildren(...blocks(await get(`${base(run)}/series?node=${node}&metric=${encodeURIComponent(select.value)}`)));
   };
   const map = heatMap((node) => overTime(node).catch(fail));
-  const hint = h("p", { class: "dim" }, "A click, or Enter, on a cell shows the last day of this node.");
+  const hint = h("p", { class: "dim" }, "Click a cell, or press Enter, to see the node's last 24 hours.");
   const element = h("div", {}, h("h1", {}, "Ranks"), h("section", { class: "card" }, h("p", { class: "tools" }, h("label", { for: "metric" }, "Metric"), select), map.element, hint), series, rest);
   let at = 0;
   const name = () => select.selectedOptions[0]?.textContent ?? "";
@@ -159,10 +159,10 @@ function runsPage() {
     const compare = h("button", { type: "button", onclick: () => {
       const names = [...element.querySelectorAll("input:checked")].map((box) => `run=${encodeURIComponent(box.value)}`);
       if (names.length) location.hash = `#/compare?${names.join("&")}`;
-    } }, "Compare the chosen");
+    } }, "Compare selected");
     const head = h("tr", {}, h("td"), ["run", "state"].map((n) => h("th", { scope: "col" }, n)), ["step", "loss", "tokens/s", "age"].map((n) => h("th", { scope: "col", class: "num" }, n)), h("th", { scope: "col" }, "why"));
     const problems = found.runs.flatMap((run) => run.problems.map((problem) => `${run.name}: ${problem}`));
-    element.replaceChildren(h("h1", {}, "Runs"), found.folder ? h("p", { class: "dim path" }, found.folder) : "", found.runs.length ? h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Runs" }, h("table", {}, h("thead", {}, head), h("tbody", {}, found.runs.map(row)))) : h("p", { class: "dim" }, "There are no runs in this folder yet."), found.runs.length > 1 ? compare : "", missing(problems.slice(0, 50)));
+    element.replaceChildren(h("h1", {}, "Runs"), found.folder ? h("p", { class: "dim path" }, found.folder) : "", found.runs.length ? h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Runs" }, h("table", {}, h("thead", {}, head), h("tbody", {}, found.runs.map(row)))) : h("p", { class: "dim" }, "No runs in this folder yet."), found.runs.length > 1 ? compare : "", missing(problems.slice(0, 50)));
   }
   timer = setInterval(() => document.hidden || load().catch(() => {}), 1000 * REFRESH_S);
   return { element, load, leave: () => clearInterval(timer) };
@@ -177,7 +177,7 @@ function comparePage(query) {
 }
 
 function fail(error) {
-  main.replaceChildren(h("h1", {}, "Not shown"), h("p", { class: "bad", role: "alert" }, error.message));
+  main.replaceChildren(h("h1", {}, "Error"), h("p", { class: "bad", role: "alert" }, error.message));
 }
 
 async function go() {
@@ -217,7 +217,7 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
 });
 
 function help() {
-  const rows = [...PAGES.map(([, name, key]) => [key, name]), ["r", "All runs"], ["[ ]", "page before, after"], ["t", "light or dark"], ["?", "these keys"]];
+  const rows = [...PAGES.map(([, name, key]) => [key, name]), ["r", "All runs"], ["[ ]", "previous, next page"], ["t", "light or dark"], ["?", "this list"]];
   keys.replaceChildren(h("h2", {}, "Keys"), h("dl", { class: "keys" }, rows.map(([key, name]) => h("div", {}, h("dt", {}, h("kbd", {}, key)), h("dd", {}, name)))), h("button", { type: "button", onclick: () => keys.close() }, "Close"));
   keys.showModal();
 }

@@ -1,4 +1,4 @@
-"""When an alert begins to fire and when it is resolved: durations, hysteresis in time, and a bound on flapping. Pure."""
+"""When an alert starts to fire and when it is resolved: durations, hysteresis over time, and a limit on flapping. Pure."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from dataclasses import dataclass, replace
 
 from seatrial.job.alert_rules import Rule
 from seatrial.record.alerting import Alert
-from seatrial.watch.alerts.conditions import Found
+from seatrial.watch.alerts.conditions import ConditionMatch
 
 _HOUR_S = 3600.0
-_LEAST_CLEAR_S = 30.0  # that is doubled, where a rule is resolved at once
-_UPDATE_S = 300.0  # at least, between two events of one alert that grows
+_LEAST_CLEAR_S = 30.0  # the base of the back-off where a rule has clear_s = 0
+_UPDATE_S = 300.0  # minimum time between two updates of a firing alert
 
 
 @dataclass
 class _Entry:
-    """What is known of one rule."""
+    """State of one rule."""
 
-    since: float | None = None  # when its condition began to hold, without a pause
-    gone: float | None = None  # when it ceased to hold, while the alert fires
+    since: float | None = None  # since when its condition has held
+    gone: float | None = None  # while firing: since when it no longer holds
     alert: Alert | None = None  # while it fires
-    fired: tuple[float, ...] = ()  # when, in the last hour
+    fired: tuple[float, ...] = ()  # times of firing in the last hour
 
 
-class AlertBook:
-    """The state of all rules. At any time a rule has one alert, which lists all nodes concerned."""
+class AlertStates:
+    """The state of all rules. A rule has at most one firing alert, which lists all affected nodes."""
 
     def __init__(self, rules: Mapping[str, Rule], firing: Iterable[Alert] = ()) -> None:
-        """`firing`: the alerts that fire according to the record, of an earlier monitor."""
+        """`firing`: alerts that an earlier monitor recorded as firing."""
         self._rules = rules
         self._entries = {name: _Entry() for name in rules}
-        self._orphans = []  # of rules that were turned off, or of another version
+        self._orphans = []  # alerts whose rule was turned off or no longer exists
         for alert in firing:
             if alert.rule in self._entries:
                 self._entries[alert.rule] = _Entry(alert.since, None, alert, (alert.time,))
@@ -40,11 +40,11 @@ class AlertBook:
 
     @property
     def firing(self) -> dict[str, Alert]:
-        """Rule -> its alert, of those that fire."""
+        """The firing alert of each rule."""
         return {name: e.alert for name, e in self._entries.items() if e.alert is not None}
 
-    def update(self, found: Mapping[str, Found | None], now: float) -> list[Alert]:
-        """What to record, given the rules whose conditions hold `now` (unix seconds)."""
+    def update(self, found: Mapping[str, ConditionMatch | None], now: float) -> list[Alert]:
+        """Advance to `now` (unix seconds); returns the alerts to record. `found`: rule -> match, None if its condition does not hold."""
         changes = [a.resolved(f"no longer a rule: {a.message}", now) for a in self._orphans]
         self._orphans = []
         for name, entry in self._entries.items():
@@ -53,7 +53,7 @@ class AlertBook:
                 changes.append(change)
         return changes
 
-    def _step(self, rule: Rule, entry: _Entry, found: Found | None, now: float) -> Alert | None:
+    def _step(self, rule: Rule, entry: _Entry, found: ConditionMatch | None, now: float) -> Alert | None:
         entry.fired = tuple(at for at in entry.fired if at > now - _HOUR_S)
         if found is not None:
             entry.gone = None
@@ -72,13 +72,13 @@ class AlertBook:
         return resolved
 
     def _clear_s(self, rule: Rule, entry: _Entry) -> float:
-        """How long its condition must not hold: twice as long with every firing of the last hour but the first."""
+        """How long the condition must be clear before the alert is resolved: doubled for each repeat within the last hour."""
         again = len(entry.fired) - 1
         if again <= 0:
             return rule.clear_s
         return float(min(_HOUR_S, max(rule.clear_s, _LEAST_CLEAR_S) * 2**again))
 
-    def _fire(self, rule: Rule, entry: _Entry, found: Found, now: float) -> Alert:
+    def _fire(self, rule: Rule, entry: _Entry, found: ConditionMatch, now: float) -> Alert:
         assert entry.since is not None
         entry.fired += (now,)
         entry.alert = Alert(
@@ -96,8 +96,8 @@ class AlertBook:
         )
         return entry.alert
 
-    def _grow(self, rule: Rule, entry: _Entry, found: Found, now: float) -> Alert | None:
-        """Further nodes: recorded again, every few minutes at most."""
+    def _grow(self, rule: Rule, entry: _Entry, found: ConditionMatch, now: float) -> Alert | None:
+        """The alert with newly affected nodes added, at most every few minutes."""
         alert = entry.alert
         assert alert is not None
         if set(found.nodes) <= set(alert.nodes) or now - alert.time < _UPDATE_S:

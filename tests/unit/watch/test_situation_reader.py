@@ -20,7 +20,7 @@ from seatrial.record.nodes import Nodes
 from seatrial.record.telemetry import Sample
 from seatrial.record.telemetry_writer import TelemetryWriter
 from seatrial.watch.alerts.alerting import Alerting
-from seatrial.watch.alerts.follow import Follower, Growth, idle, untested
+from seatrial.watch.alerts.situation_reader import CounterGrowth, SituationReader, idle, untested
 
 REPLAYS = 'gpu_pcie_replays_total{gpu="0"}'
 HOT = 'gpu_temperature_celsius{gpu="0"}'
@@ -67,7 +67,7 @@ def test_a_live_run_is_read(folder: RunFolder, job: Job, write: Callable[..., No
     begin(write)
     metrics(folder, 300)
     TelemetryWriter(folder, 1, 10.0).add(NOW - 5, {HOT: 71.0})
-    s = Follower(folder, job).look(NOW)
+    s = SituationReader(folder, job).look(NOW)
     assert (s.training, s.spares, s.idle, s.untested) == ([0, 1], [2], {}, [])
     assert (s.wanted_nodes, s.wanted_spares, s.checkpoint_steps, s.total_steps) == (2, 1, 50, 1000)
     assert s.samples[1].values == {HOT: 71.0}
@@ -75,12 +75,10 @@ def test_a_live_run_is_read(folder: RunFolder, job: Job, write: Callable[..., No
     assert s.started == NOW - 100
 
 
-def test_it_follows_what_is_added_and_done_again(
-    folder: RunFolder, job: Job, write: Callable[..., None]
-) -> None:
+def test_new_and_redone_steps_are_followed(folder: RunFolder, job: Job, write: Callable[..., None]) -> None:
     begin(write)
     metrics(folder, 10)
-    follower = Follower(folder, job)
+    follower = SituationReader(folder, job)
     assert len(follower.look(NOW).steps) == 10
     writer = MetricsWriter(folder)
     writer.write(replace(steps(10)[7], generation=2))
@@ -97,7 +95,7 @@ def test_nodes_of_a_large_run_are_known_however_old_their_events(
     write("generation_started", slots={str(n): n for n in range(128)})
     for _ in range(400):
         write("checkpoint_late", step=1)
-    s = Follower(folder, job).look(NOW)
+    s = SituationReader(folder, job).look(NOW)
     assert (len(s.training), s.spares) == (128, [128, 129])
 
 
@@ -135,7 +133,7 @@ def test_untested_nodes() -> None:
 
 
 def test_growth_of_counters_in_ten_minutes() -> None:
-    growth = Growth()
+    growth = CounterGrowth()
     for at, value in ((0, 5.0), (100, 7.0), (200, 1.0), (200, 99.0), (300, 4.0)):  # reset at 200
         growth.take({0: Sample(NOW + at, 10.0, {REPLAYS: value, HOT: 70.0}, {})})
     assert growth.by_node == {0: {REPLAYS: 5.0}}
@@ -143,7 +141,7 @@ def test_growth_of_counters_in_ten_minutes() -> None:
     assert growth.by_node == {0: {REPLAYS: 0.0}}
 
 
-def test_alerts_are_told_once_also_after_a_restart(
+def test_alerts_are_sent_once_even_after_a_restart(
     folder: RunFolder, job: Job, write: Callable[..., None]
 ) -> None:
     begin(write)
@@ -152,24 +150,26 @@ def test_alerts_are_told_once_also_after_a_restart(
     events.write(
         folder, Event(NOW - 200, 1, "alert", "warning", "m", data=alert("gpu_hot", nodes=[7]).event_data())
     )
-    told: list[Any] = []
-    alerting = Alerting(folder, job, told.append)
+    sent: list[Any] = []
+    alerting = Alerting(folder, job, sent.append)
     for second in range(5):
         alerting.poll(NOW + second)
-    (spike,) = told
+    (spike,) = sent
     assert isinstance(spike, msg.MonitorAlert)
     assert (spike.rule, spike.state) == ("loss_spike", "firing")
     events.write(folder, Event(NOW, 1, "alert", "warning", spike.message, data=spike.event_data()))
-    told.clear()
-    again = Alerting(folder, job, told.append)
+    sent.clear()
+    again = Alerting(folder, job, sent.append)
     for second in range(400):
         again.poll(NOW + 5 + second)
-    assert [(a.rule, a.state) for a in told if a.rule in ("loss_spike", "gpu_hot")] == [
+    assert [(a.rule, a.state) for a in sent if a.rule in ("loss_spike", "gpu_hot")] == [
         ("gpu_hot", "resolved")
     ]
 
 
-def test_damaged_records_end_no_monitor(folder: RunFolder, job: Job, write: Callable[..., None]) -> None:
+def test_damaged_records_do_not_end_the_monitor(
+    folder: RunFolder, job: Job, write: Callable[..., None]
+) -> None:
     begin(write)
     with folder.events.open("a") as file:
         file.write('{"kind": "alert"}\nnonsense\n')
@@ -179,6 +179,6 @@ def test_damaged_records_end_no_monitor(folder: RunFolder, job: Job, write: Call
     folder.metrics.write_text("nonsense\n")
     (folder.telemetry / "node0").mkdir(parents=True)
     (folder.telemetry / "node0" / "1").write_bytes(b"\0")
-    told: list[Any] = []
-    Alerting(folder, job, told.append).poll(NOW)
-    assert told == []
+    sent: list[Any] = []
+    Alerting(folder, job, sent.append).poll(NOW)
+    assert sent == []

@@ -11,35 +11,35 @@ from hypothesis import strategies as st
 from seatrial.job.alert_rules import Rule
 from seatrial.record.alerting import Alert, open_alerts
 from seatrial.record.events import Event
-from seatrial.watch.alerts.book import AlertBook
-from seatrial.watch.alerts.conditions import Found
+from seatrial.watch.alerts.alert_states import AlertStates
+from seatrial.watch.alerts.conditions import ConditionMatch
 
 RULE = Rule("hot", "warning", 60.0, 120.0, "hot", "", "notes", {})
 HOUR_S = 3600.0
 
 
-def found(*nodes: int) -> Found:
-    return Found("hot", {"limit": 1.0}, list(nodes), None, "look")
+def found(*nodes: int) -> ConditionMatch:
+    return ConditionMatch("hot", {"limit": 1.0}, list(nodes), None, "look")
 
 
 class Days:
-    """A book of one rule, told every `every_s` whether its condition holds."""
+    """The state of one rule, updated every `every_s`."""
 
     def __init__(self, rule: Rule = RULE, firing: list[Alert] | None = None, every_s: float = 10.0) -> None:
-        self.book = AlertBook({rule.name: rule}, firing or [])
+        self.states = AlertStates({rule.name: rule}, firing or [])
         self.now, self.every_s, self.sent = 1e9, every_s, list[Alert]()
 
-    def holds(self, seconds: float, what: Found | None) -> list[Alert]:
+    def holds(self, seconds: float, what: ConditionMatch | None) -> list[Alert]:
         """What is recorded while it holds, or does not, for so long."""
         changes: list[Alert] = []
         for _ in range(max(1, round(seconds / self.every_s))):
-            changes += self.book.update({} if what is None else {"hot": what}, self.now)
+            changes += self.states.update({} if what is None else {"hot": what}, self.now)
             self.now += self.every_s
         self.sent += changes
         return changes
 
 
-def test_it_fires_once_and_is_resolved_once() -> None:
+def test_an_alert_fires_once_and_is_resolved_once() -> None:
     days = Days()
     assert days.holds(60, found(1)) == []
     (fires,) = days.holds(1000, found(1))
@@ -54,7 +54,7 @@ def test_it_fires_once_and_is_resolved_once() -> None:
     )
 
 
-def test_a_short_condition_is_no_alert_and_a_short_pause_no_end() -> None:
+def test_short_conditions_and_short_pauses_are_ignored() -> None:
     days = Days()
     for _ in range(20):
         assert days.holds(50, found(1)) == []
@@ -74,7 +74,7 @@ def test_further_nodes_are_recorded_every_five_minutes_at_most() -> None:
     assert days.holds(1000, found(1)) == []  # fewer are no news
 
 
-def test_a_restarted_monitor_goes_on() -> None:
+def test_a_restarted_monitor_continues() -> None:
     days = Days()
     (fires,) = days.holds(80, found(1))
     again = Days(firing=[fires])
@@ -92,7 +92,9 @@ def test_a_restarted_monitor_goes_on() -> None:
     st.sampled_from([0.0, 120.0]),
 )
 @settings(max_examples=60)
-def test_no_history_makes_a_storm(phases: list[tuple[float, bool]], for_s: float, clear_s: float) -> None:
+def test_no_history_makes_an_alert_storm(
+    phases: list[tuple[float, bool]], for_s: float, clear_s: float
+) -> None:
     days = Days(replace(RULE, for_s=for_s, clear_s=clear_s), every_s=30.0)
     for seconds, holds in phases:
         days.holds(min(seconds, 3000), found(1) if holds else None)

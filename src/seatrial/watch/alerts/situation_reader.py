@@ -1,4 +1,4 @@
-"""Reads a live run's folder for the rules: each look reads what was added since the one before."""
+"""Reads a live run's folder for the alert rules, incrementally."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from seatrial.record.telemetry import Sample, read_latest
 from seatrial.record.view import RunReader
 from seatrial.watch.alerts.situation import Situation
 
-_STEPS = 1000  # kept for the rules
+_STEPS = 1000  # kept for baselines
 _EVENTS_S = 86_400.0
-_FILES_S = 5.0  # between two looks at telemetry and checkpoints: many small files
+_FILES_S = 5.0  # between two reads of telemetry and checkpoints: many small files
 _GROWTH_S = 600.0
 _COUNTED = ("gpu_pcie_replays_total",)
-# Events of this start however old: they say where each node stands, and what is saved.
+# Kept for the whole start, however old: they give the state of each node, and what is saved.
 _ALSO = (
     *("node_joined", "node_lost", "node_evicted", "node_left", "node_requalified", "gpu_reset"),
     *("checkpoint_saved", "checkpoint_set_aside", "checkpoint_interval", "waiting_for_nodes"),
@@ -31,19 +31,19 @@ _ALSO = (
 _NOTHING = Event(0.0, 0, "", "", "")
 
 
-class Follower:
-    """One run."""
+class SituationReader:
+    """Reads one run into a `Situation`."""
 
     def __init__(self, folder: RunFolder, job: Job) -> None:
         self._folder, self._job = folder, job
         self._steps: deque[MetricsRecord] = deque(maxlen=_STEPS)
         self._reader = RunReader(folder, self._take, brief=True, also=_ALSO)
         self._reader.poll()
-        self._growth = Growth()
+        self._growth = CounterGrowth()
         self._samples: dict[int, Sample] = {}
         self._checkpoint: CheckpointInfo | None = None
         self._files_at = 0.0
-        # Of the events of this start, as of so many of them.
+        # Derived from this start's events; recomputed when there are more.
         self._known_to: tuple[int, int] | None = None
         self._own: list[Event] = []
         self._recent: list[Event] = []
@@ -52,11 +52,11 @@ class Follower:
         self._untested: list[int] = []
 
     def alerts(self) -> list[Alert]:
-        """The newest alert of each key according to the record."""
+        """The latest recorded alert of each key."""
         return last_alerts(self._reader.events)
 
     def look(self, now: float) -> Situation:
-        """The run now."""
+        """Read what is new; the run at `now` (unix seconds)."""
         self._reader.poll()
         if not now < self._files_at:
             self._files_at = now + _FILES_S
@@ -101,18 +101,18 @@ class Follower:
     def _take(self, record: MetricsRecord | Event) -> None:
         if isinstance(record, MetricsRecord):
             while self._steps and self._steps[-1].step >= record.step:
-                self._steps.pop()  # done again
+                self._steps.pop()  # redone after a recovery
             self._steps.append(record)
 
 
-class Growth:
-    """How much counters grew in the last ten minutes; a counter that was reset counts from there."""
+class CounterGrowth:
+    """CounterGrowth of counters over the last ten minutes. A reset counter starts again from its new value."""
 
     def __init__(self) -> None:
         self._readings: dict[int, deque[tuple[float, dict[str, float]]]] = {}
 
     def take(self, samples: Mapping[int, Sample]) -> None:
-        """Take the newest samples; those seen before are ignored."""
+        """Add the latest samples; those already seen are ignored."""
         for node, sample in samples.items():
             readings = self._readings.setdefault(node, deque())
             if not readings or sample.time > readings[-1][0]:
@@ -123,7 +123,7 @@ class Growth:
 
     @property
     def by_node(self) -> dict[int, dict[str, float]]:
-        """Node -> counter -> growth."""
+        """CounterGrowth as {node: {counter: growth}}."""
         found: dict[int, dict[str, float]] = {}
         for node, readings in self._readings.items():
             grown = found[node] = {}
@@ -136,7 +136,7 @@ class Growth:
 
 
 def idle(events: Iterable[Event], nodes: Nodes) -> dict[int, str]:
-    """The nodes that the run holds and cannot use -> why."""
+    """Nodes that the run holds but cannot use, each with the reason."""
     found = {
         n: "excluded from this start, its agent still runs"
         for n, how in nodes.gone.items()
@@ -146,12 +146,12 @@ def idle(events: Iterable[Event], nodes: Nodes) -> dict[int, str]:
     for event in events:
         waiting = event.kind == "waiting_for_nodes" or (waiting and event.kind != "generation_started")
     if waiting:
-        found |= dict.fromkeys(nodes.present, "waits for other nodes")
+        found |= dict.fromkeys(nodes.present, "waiting for other nodes")
     return found
 
 
 def untested(events: Iterable[Event], nodes: Nodes) -> list[int]:
-    """The nodes that take part, were lost or had a GPU reset, and did not pass the run's test since."""
+    """Participating nodes that were lost or had a GPU reset, and have not passed the run's node test since."""
     broken: set[int] = set()
     for event in events:
         if event.node is None:
