@@ -128,6 +128,8 @@ def test_a_throughput_drop_reaches_a_webhook(live: Live) -> None:
         "process_stopped: node 0: the monitor (process PID) has been stopped by a signal for 5 s: killed",
         "monitor_failed: the monitor's process was killed by SIGKILL; it is started again; the run continues",
     ]
+    # A busy machine may slow the run before the brake does: such alerts come and go in pairs.
+    before = len(live.states()) // 2 * 2
     live.brake.touch()
     ours = live.alertmanager.wait(
         lambda alert: (
@@ -137,7 +139,7 @@ def test_a_throughput_drop_reaches_a_webhook(live: Live) -> None:
     )
     assert ours["annotations"]["summary"].startswith("tokens/s have dropped: by ")
     assert seatrial(live.run.folder, *ours["annotations"]["command"].split()[1:]).returncode == 0
-    assert live.states()[-1] == "firing"
+    assert live.states()[before:] == ["firing"]
     theirs = live.alertmanager.wait(
         lambda alert: (
             alert["labels"]["alertname"] == "SeatrialThroughputDrop" and "source" not in alert["labels"]
@@ -160,7 +162,4 @@ def test_a_throughput_drop_reaches_a_webhook(live: Live) -> None:
             and alert["status"] == "resolved"
         )
     )
-    # A busy machine may have slowed the run before the test did.
-    states = live.states()
-    assert states
-    assert states == ["firing", "resolved"] * (len(states) // 2)
+    assert live.states()[before:] == ["firing", "resolved"]

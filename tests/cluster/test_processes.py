@@ -300,6 +300,13 @@ def test_a_worker_module_that_cannot_be_imported(start: Start) -> None:
     assert failure["tail"].endswith("ModuleNotFoundError: No module named 'no_such_worker'")
 
 
+def test_no_rank_is_forked_after_cuda_was_initialised(start: Start) -> None:
+    cluster = start(worker_module="standin_cuda")
+    failure = cluster.result()["outcome"]["failure"]
+    assert failure["tail"].endswith("importing standin_cuda initialised CUDA: no rank could use it")
+    assert cluster.left() == []
+
+
 def test_a_tick_that_raises_leaves_nothing(start: Start) -> None:
     cluster = start(quiet=True)
     cluster.wait_ranks()

@@ -124,7 +124,7 @@ def _layouts(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
         head = ["", "layout", "mb", "tok/s/GPU", "MFU", "slower", "why"]
     yield from table(head, rows, width, left=(0, 1, *((2,) if wide else ())))
     rest = len(found.choices) - len(shown)
-    entries = [f"{rest} more pairs of tensor and pipeline sizes: --full"] if rest > 0 else []
+    entries = [f"{rest} more: --full"] if rest > 0 else []
     entries.insert(0, "mb: microbatch" + ("" if wide else ", r: recomputes"))
     if any(c.recipe.async_tensor for c in shown):
         entries.insert(0, "async: async_tensor = true")
