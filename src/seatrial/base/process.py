@@ -148,11 +148,20 @@ def _run_child(
     except BaseException:  # noqa: BLE001  # the last frame of this process: nothing above could report it
         traceback.print_exc()
     finally:
-        try:
-            sys.stdout.flush()
-            sys.stderr.flush()
-        finally:
-            os._exit(code)
+        exit_now(code)
+
+
+def exit_now(code: int) -> NoReturn:
+    """Exit without freeing every module and object first, which with torch imported takes 0.6 s of CPU.
+
+    For the end of a process's main function: `atexit` handlers do not run, threads are not waited for.
+    """
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:  # closed by whoever started this process
+                stream.flush()
+    finally:
+        os._exit(code)
 
 
 def make_log_folder(log: Path) -> None:

@@ -26,6 +26,7 @@ from seatrial.base.errors import (
     from_machine,
     printable,
 )
+from seatrial.base.process import exit_now
 
 SCHEMA_VERSION = 1
 
@@ -67,7 +68,7 @@ _USAGE = "usage: seatrial VERB [options]"
 
 def entry() -> NoReturn:
     """The console script: run `main` on the command line and exit with its code."""
-    sys.exit(main(sys.argv[1:]))
+    exit_now(main(sys.argv[1:]))
 
 
 def main(argv: list[str]) -> int:

@@ -193,4 +193,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    process.exit_now(main(sys.argv[1:]))

@@ -589,7 +589,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     process.allow_many_files()
     return Agent(spec, launcher).run()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

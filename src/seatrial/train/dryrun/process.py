@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from seatrial.base.process import die_with_parent
+from seatrial.base.process import die_with_parent, exit_now
 from seatrial.job.architecture import Architecture
 from seatrial.job.job import Job
 from seatrial.job.layout import Layout
@@ -79,4 +79,4 @@ def as_json(traced: Traced) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_now(main())
