@@ -89,7 +89,7 @@ def _load(path: Path, cls: Any, data: bytes) -> Columns | None:
         if dtype.names != names or any(dtype[name].str not in _KEPT for name in names):
             return None
         table = np.frombuffer(content, dtype, offset=file.tell())
-        if len(table) == data.count(b"\n"):
+        if len(table) == np.count_nonzero(np.frombuffer(data, np.uint8) == ord("\n")):
             return {name: table[name] for name in names}
     return None
 
