@@ -148,7 +148,7 @@ def _cases() -> list[dict[str, Any]]:
     return [{"steps": _STEPS if _is_long(case["name"]) else _FEW, **case} for case in cases]
 
 
-_STEPS, _FEW = 20, 3
+_STEPS, _FEW = 12, 3
 
 
 def _is_long(name: str) -> bool:
