@@ -10,7 +10,6 @@ from seatrial.plan.cost.calibration import Z
 from seatrial.plan.cost.predict import Prediction
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.report.advice import (
-    ALIKE,
     FURTHEST,
     Crossover,
     Suggestion,
@@ -21,7 +20,7 @@ from seatrial.plan.report.advice import (
 from seatrial.plan.report.answer import Answer
 from seatrial.plan.report.measured_runs import ENOUGH_STEPS, ONE_RUN
 from seatrial.plan.report.waterfall import waterfall_of
-from seatrial.plan.search.search import Choice
+from seatrial.plan.search.search import ALIKE, Choice
 from seatrial.ui import figures
 from seatrial.ui.plan_own import MUCH, own, scaling
 from seatrial.ui.plan_words import (
@@ -42,6 +41,7 @@ from seatrial.ui.plan_words import (
     seconds,
     settings,
     table,
+    too_large,
     why,
 )
 from seatrial.ui.waterfall import STYLES, waterfall_lines
@@ -139,6 +139,8 @@ def _layouts(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
         near = [short(r) for r in answer.advice.alike]
         names = ", ".join(near[:3]) + (f" and {len(near) - 3} more" if len(near) > 3 else "")
         yield from pair("alike", f"{names}: within {percent(ALIKE)}, indistinguishable", width)
+    if answer.beyond is not None:
+        yield from pair("too large", too_large(answer.beyond), width)
 
 
 def _row(name: str, choice: Choice, best: Prediction, wide: bool) -> list[str]:
@@ -335,4 +337,4 @@ def _suggestion_with_rate(way: Suggestion) -> str:
     p = way.prediction
     built = "" if way.built else " (not with this setup)"
     tight = ", tight" if _doubt(way) else ""
-    return f"{_suggestion_text(way.what, way.recipe)}{tight}{built}: {figures.rate(p.tokens_per_s_per_gpu)}"
+    return f"{way.what}{tight}{built}: {figures.rate(p.tokens_per_s_per_gpu)}"

@@ -12,8 +12,9 @@ from seatrial.base.errors import InputError
 from seatrial.hardware.networks import find_network
 from seatrial.job.schema import GpuSection
 from seatrial.plan.model.place import place_of
-from seatrial.plan.report.advice import ALIKE, Wanted, allowed, difference, excess, short
+from seatrial.plan.report.advice import Wanted, allowed, difference, excess, short
 from seatrial.plan.report.answer import ENOUGH, Answer, Wishes, answer, usual_nodes
+from seatrial.plan.search.search import ALIKE
 
 pytestmark = pytest.mark.cluster  # for its time: it starts no cluster
 

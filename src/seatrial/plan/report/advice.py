@@ -8,9 +8,10 @@ from typing import Literal
 
 from seatrial.job.job import Job
 from seatrial.job.layout import Layout
+from seatrial.job.numbers import divisors
 from seatrial.job.schedules import schedule_named
 from seatrial.job.schema import Accumulate
-from seatrial.plan.cost.calibration import ROWS, Calibration
+from seatrial.plan.cost.calibration import Calibration
 from seatrial.plan.cost.collectives import UnknownNetworkError
 from seatrial.plan.cost.kernels import UnknownSpeedError
 from seatrial.plan.cost.overlap import OURS, able
@@ -20,6 +21,7 @@ from seatrial.plan.model.cluster import Cluster
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.search.legal import refusal
 from seatrial.plan.search.search import (
+    ALIKE,
     MICROBATCHES,
     RECOMPUTES,
     STAGES_PER_RANK,
@@ -29,8 +31,6 @@ from seatrial.plan.search.search import (
     schedules,
 )
 
-# The same configuration differs by as much between releases: closer layouts count as equal.
-ALIKE = ROWS
 # Smaller gains are not reported.
 _WORTH = 0.01
 # The stack that represents other software: of those with published results on many GPUs it hides most communication.
@@ -184,7 +184,7 @@ def _ways(asker: Asker, own: Recipe, base: Prediction, found: Found | None) -> l
             return
         ways.append(Suggestion(what, recipe, p, gain, built))
 
-    for kind in _settings(own, stack_for(own, asker.stack)):
+    for kind in single_changes(own, stack_for(own, asker.stack)):
         tried = [(what, r, p) for what, r in kind if (p := asker.ask(r)) is not None]
         if tried:
             add(*min(tried, key=lambda t: t[2].step_s))
@@ -199,7 +199,7 @@ def _ways(asker: Asker, own: Recipe, base: Prediction, found: Found | None) -> l
     plain = replace(own, async_tensor=False, accumulate="whole")
     if stack_for(own, asker.stack).name != OTHER and (tuned := _tuned(asker, plain, OTHER)) is not None:
         changed = "" if tuned[0] == plain else f", {difference(plain, tuned[0])}"
-        add(f"{OTHER} in place of this trainer{changed}", *tuned, built=False)
+        add(f"{OTHER} instead{changed}", *tuned, built=False)
     network = asker.cluster.network
     if network is not None and asker.cluster.crosses:
         twice = replace(asker.cluster, network=replace(network, gbps_per_nic=2 * network.gbps_per_nic))
@@ -209,8 +209,8 @@ def _ways(asker: Asker, own: Recipe, base: Prediction, found: Found | None) -> l
     return sorted(seen.values(), key=lambda w: -w.gain)
 
 
-def _settings(own: Recipe, stack: Stack) -> Iterator[list[tuple[str, Recipe]]]:
-    """Changes of one setting of the job's own layout: by kind, every value that it may take."""
+def single_changes(own: Recipe, stack: Stack) -> Iterator[list[tuple[str, Recipe]]]:
+    """Changes of one setting of a layout: by kind, every value that it may take."""
     yield [(f"microbatch {m}", replace(own, microbatch=m)) for m in MICROBATCHES if m != own.microbatch]
     if own.recompute == "full":
         yield [("no recomputation", replace(own, recompute="none"))]
@@ -218,8 +218,9 @@ def _settings(own: Recipe, stack: Stack) -> Iterator[list[tuple[str, Recipe]]]:
         yield [("full recomputation", replace(own, recompute="full"))]
     if not own.compiled:
         yield [("compile = true", replace(own, compiled=True))]
-    if own.reshard:
-        yield [("reshard_after_forward = false", replace(own, reshard=False))]
+    if own.cut > 1:
+        other = replace(own, reshard=not own.reshard)
+        yield [(difference(own, other), other)]
     if able(own, stack):
         other = replace(own, async_tensor=not own.async_tensor)
         yield [(difference(own, other), other)]
@@ -227,6 +228,9 @@ def _settings(own: Recipe, stack: Stack) -> Iterator[list[tuple[str, Recipe]]]:
         ways: tuple[Accumulate, ...] = ("whole", "sharded")
         others = [replace(own, accumulate=how) for how in ways if how != own.accumulate]
         yield [(difference(own, r), r) for r in others]
+    data = own.layout.data_parallel
+    split = [replace(own.layout, shard=n, replicate=data // n) for n in divisors(data, most=data)]
+    yield [(difference(own, r), r) for at in split if (r := replace(own, layout=at)) != own]
     shapes = [replace(own, layout=layout) for layout in _schedules(own.layout)]
     yield [(difference(own, r), r) for r in shapes]
 
