@@ -248,6 +248,11 @@ def _target(t: Target) -> dict[str, Any]:
         "value": t.wanted.value,
         "of": t.wanted.of,
         "own": t.own,
+        "tokens_per_s_per_gpu": t.speed.value if t.speed.of == "tokens/s/GPU" else None,
+        "likely": t.likely,
+        "why_not": t.why_not or None,
+        "better": _suggestion(t.better),
+        "likely_with": t.likely_with,
         "inside_with": _suggestion(t.inside),
         "met_with": _suggestion(t.met),
     }

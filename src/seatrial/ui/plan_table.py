@@ -14,6 +14,7 @@ from seatrial.plan.report.advice import (
     Crossover,
     Suggestion,
     Target,
+    Wanted,
     difference,
     short,
 )
@@ -161,7 +162,6 @@ def _faster(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
     more = answer.advice
     if more is None or not more.ways:
         return
-    wishes = [t.wanted for t in answer.targets]
     shown = more.ways if full else more.ways[:_WAYS]
     fits = answer.own.fits is not False
     yield "faster than the job's own layout" if fits else "changes that make it fit", HEAD
@@ -170,12 +170,12 @@ def _faster(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
             *([f"{way.gain * 100:+.0f} %"] if fits else []),
             figures.rate(way.prediction.tokens_per_s_per_gpu),
             figures.mfu(way.prediction.mfu),
-            *(w.by(way.prediction) for w in wishes),
+            *(t.speed.by(way.prediction) for t in answer.targets),
             _suggestion_text(way.what, way.recipe) + _doubt(way) + ("" if way.built else " *"),
         ]
         for way in shown
     ]
-    wanted = [f"{w.value:,.0f}?" if w.of == "tokens/s/GPU" else f"{percent(w.value)}?" for w in wishes]
+    wanted = [f"{_wanted(t.wanted)}?" for t in answer.targets]
     head = [*([""] if fits else []), "tok/s/GPU", "MFU", *wanted, "with"]
     yield from table(head, rows, width, left=())
     listed = [] if answer.found is None else answer.found.choices[:_LAYOUTS]
@@ -316,7 +316,9 @@ def _margin(choice: Choice, sure: Choice | None, own: Prediction | None = None, 
 def target_words(target: Target) -> str:
     """Whether a target is reached, and which change would reach it."""
     w = target.wanted
-    name = f"{w.value:,.0f} tokens/s/GPU" if w.of == "tokens/s/GPU" else f"MFU {percent(w.value)}"
+    if w.of == "end":
+        return _end_words(target)
+    name = f"{'MFU ' if w.of == 'MFU' else ''}{_wanted(w)}{' tokens/s/GPU' if w.of != 'MFU' else ''}"
     text = {
         "yes": f"{name} is met by the prediction",
         "inside": f"{name} is above the prediction, inside its interval",
@@ -331,6 +333,30 @@ def target_words(target: Target) -> str:
     elif target.inside is None and target.own == "no":
         text += "; no examined change reaches it"
     return text
+
+
+def _wanted(w: Wanted) -> str:
+    if w.of == "end":
+        hours = w.value / 3600
+        return f"{figure(hours)} h" if hours < 48 else f"{figure(hours / 24)} d"
+    return percent(w.value) if w.of == "MFU" else f"{w.value:,.0f}"
+
+
+def _end_words(target: Target) -> str:
+    """How likely the run ends in time, and how likely with the best change."""
+    text = f"the end within {_wanted(target.wanted)}: {target.why_not}"
+    if target.likely is not None:
+        text += f"{_chance(target.likely)} likely, needs {target.speed.value:,.0f} tokens/s/GPU"
+    if target.better is not None and target.likely_with is not None:
+        tight = ", tight" if _doubt(target.better) else ""
+        text += f"; {_chance(target.likely_with)} with {target.better.what}{tight}"
+    return f"{text} (steps as in their interval, failures at the assumed rate)"
+
+
+def _chance(likely: float) -> str:
+    if likely < 0.01:
+        return "less than 1 %"
+    return "more than 99 %" if likely > 0.99 else percent(likely)
 
 
 def _suggestion_with_rate(way: Suggestion) -> str:

@@ -134,7 +134,7 @@ def test_figures() -> None:
     assert span(0.9, 1.2) == "900 ms to 1.2 s"
 
 
-def test_what_only_memory_refuses_is_told_once_with_what_makes_it_fit() -> None:
+def test_what_only_memory_refuses_is_told_once() -> None:
     beyond = voyage().beyond
     assert beyond is not None
     assert beyond.ways

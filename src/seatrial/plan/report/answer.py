@@ -175,7 +175,8 @@ def answer(
         ending = _ending(job, mine.recipe, cluster, prediction, w)
         if w.look_further or w.targets:
             more = advice(job, mine.recipe, prediction, cluster, found, w.stack, calibration)
-            entries = targets(prediction, more.ways, w.targets)
+            end = None if ending is None else ending.finish
+            entries = tuple(targets(prediction, more.ways, w.targets, end))
     return Answer(
         job=job,
         place=place,
