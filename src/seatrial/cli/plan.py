@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 # Table width: narrower lines show nothing useful, wider ones are hard to read.
 _LEAST, _MOST, _PIPE = 60, 140, 100
 _NODE = 8  # GPUs per node when searching for clusters
-_MOST_NODES, _MOST_RUNS = 100_000, 20
+_MOST_NODES, _MOST_RUNS, _MOST_DAYS = 100_000, 20, 3650
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,8 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--target",
         action="append",
         default=[],
-        metavar="RATE",
-        help="tokens/s/GPU (2500) or MFU (45%%): report whether the prediction reaches it, and which change would",
+        metavar="GOAL",
+        help="tokens/s/GPU (2500), MFU (45%%) or time to the end (5d, 36h): report whether the prediction reaches it, or how "
+        "likely the run ends by then, and which change would",
     )
     ask.add_argument("--own", action="store_true", help="only the job's own layout: no search")
     ask.add_argument(
@@ -275,13 +276,18 @@ def _unwritable(args: argparse.Namespace) -> list[Diagnostic]:
 def _parse_target(text: str) -> Wanted | Diagnostic:
     from seatrial.plan.report.advice import Wanted
 
-    match = re.fullmatch(r"\s*([0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)\s*(%?)\s*", text)
+    match = re.fullmatch(r"\s*([0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)\s*([%dh]?)\s*", text)
     value = float(match[1].replace(",", "")) if match else 0.0
-    if match is None or value <= 0 or (match[2] and value > 100):
+    kind = match[2] if match else ""
+    most = {"%": 100.0, "d": _MOST_DAYS, "h": 24 * _MOST_DAYS}.get(kind, 1e9)
+    if not 0 < value <= most:
         return Diagnostic(
-            f'--target "{text}" is neither a rate nor a percentage', hint="--target 2500 or --target 45%"
+            f'--target "{text}" is neither a rate nor a percentage nor a time of at most {_MOST_DAYS:,} days',
+            hint="--target 2500, --target 45%, --target 5d or --target 36h",
         )
-    return Wanted(value / 100, "MFU") if match[2] else Wanted(value, "tokens/s/GPU")
+    if kind in ("d", "h"):
+        return Wanted(value * 3600 * (24 if kind == "d" else 1), "end")
+    return Wanted(value / 100, "MFU") if kind else Wanted(value, "tokens/s/GPU")
 
 
 def plan_lines(result: Answer, args: argparse.Namespace) -> list[tuple[str, str]]:

@@ -31,6 +31,7 @@ from seatrial.ui.plan_words import (
     seconds,
     settings,
     span,
+    too_large,
     why,
 )
 from seatrial.ui.scaling_svg import scaling_svg
@@ -136,6 +137,7 @@ def _layouts(answer: Answer) -> dict[str, object] | None:
     return {
         "legal": legal,
         "rows": [_choice(c, best) for c in shown] + [_choice(c, best, own=True) for c in own],
+        "too_large": "" if answer.beyond is None else too_large(answer.beyond),
     }
 
 

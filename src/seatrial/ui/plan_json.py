@@ -14,6 +14,7 @@ from seatrial.plan.model.place import Hardware
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.report.advice import Advice, Suggestion, Target
 from seatrial.plan.report.answer import Answer, JobEstimate, RunForecast
+from seatrial.plan.report.beyond_memory import BeyondMemory
 from seatrial.plan.search.caution import too_short
 from seatrial.plan.search.scaling import Scaling
 from seatrial.plan.search.search import Choice, Found
@@ -40,7 +41,7 @@ def document(answer: Answer) -> dict[str, Any]:
         "cluster": _place(answer.place),
         "stack": answer.stack,
         "own": _job_estimate(answer.own),
-        "search": None if answer.found is None else _search_result(answer.found),
+        "search": None if answer.found is None else _search_result(answer.found, answer.beyond),
         "network": {
             "bytes_per_gpu_per_step": answer.carried.a_gpu,
             "bytes_per_nic_per_step": answer.carried.a_card,
@@ -148,7 +149,7 @@ def _choice(c: Choice) -> dict[str, Any]:
     return {"recipe": recipe(c.recipe), "limit": c.limit, "prediction": prediction(c.prediction)}
 
 
-def _search_result(found: Found) -> dict[str, Any]:
+def _search_result(found: Found, beyond: BeyondMemory | None) -> dict[str, Any]:
     return {
         "legal": found.tried,
         "too_large": found.too_large,
@@ -157,6 +158,18 @@ def _search_result(found: Found) -> dict[str, Any]:
         "own_costs": found.own_costs,
         "choices": [_choice(c) for c in found.choices],
         "sure": [_choice(c) for c in found.sure],
+        "beyond_memory": None if beyond is None else _beyond(beyond),
+    }
+
+
+def _beyond(b: BeyondMemory) -> dict[str, Any]:
+    """`gain`, of the speed, here and in `ways`: over the best layout that fits."""
+    return {
+        "recipe": recipe(b.recipe),
+        "prediction": prediction(b.prediction),
+        "gain": b.gain,
+        "over": b.over,
+        "ways": [_suggestion(way) for way in b.ways],
     }
 
 
@@ -235,6 +248,11 @@ def _target(t: Target) -> dict[str, Any]:
         "value": t.wanted.value,
         "of": t.wanted.of,
         "own": t.own,
+        "tokens_per_s_per_gpu": t.speed.value if t.speed.of == "tokens/s/GPU" else None,
+        "likely": t.likely,
+        "why_not": t.why_not or None,
+        "better": _suggestion(t.better),
+        "likely_with": t.likely_with,
         "inside_with": _suggestion(t.inside),
         "met_with": _suggestion(t.met),
     }

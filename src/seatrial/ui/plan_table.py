@@ -10,18 +10,18 @@ from seatrial.plan.cost.calibration import Z
 from seatrial.plan.cost.predict import Prediction
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.report.advice import (
-    ALIKE,
     FURTHEST,
     Crossover,
     Suggestion,
     Target,
+    Wanted,
     difference,
     short,
 )
 from seatrial.plan.report.answer import Answer
 from seatrial.plan.report.measured_runs import ENOUGH_STEPS, ONE_RUN
 from seatrial.plan.report.waterfall import waterfall_of
-from seatrial.plan.search.search import Choice
+from seatrial.plan.search.search import ALIKE, Choice
 from seatrial.ui import figures
 from seatrial.ui.plan_own import MUCH, own, scaling
 from seatrial.ui.plan_words import (
@@ -42,6 +42,7 @@ from seatrial.ui.plan_words import (
     seconds,
     settings,
     table,
+    too_large,
     why,
 )
 from seatrial.ui.waterfall import STYLES, waterfall_lines
@@ -139,6 +140,8 @@ def _layouts(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
         near = [short(r) for r in answer.advice.alike]
         names = ", ".join(near[:3]) + (f" and {len(near) - 3} more" if len(near) > 3 else "")
         yield from pair("alike", f"{names}: within {percent(ALIKE)}, indistinguishable", width)
+    if answer.beyond is not None:
+        yield from pair("too large", too_large(answer.beyond), width)
 
 
 def _row(name: str, choice: Choice, best: Prediction, wide: bool) -> list[str]:
@@ -159,7 +162,6 @@ def _faster(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
     more = answer.advice
     if more is None or not more.ways:
         return
-    wishes = [t.wanted for t in answer.targets]
     shown = more.ways if full else more.ways[:_WAYS]
     fits = answer.own.fits is not False
     yield "faster than the job's own layout" if fits else "changes that make it fit", HEAD
@@ -168,12 +170,12 @@ def _faster(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
             *([f"{way.gain * 100:+.0f} %"] if fits else []),
             figures.rate(way.prediction.tokens_per_s_per_gpu),
             figures.mfu(way.prediction.mfu),
-            *(w.by(way.prediction) for w in wishes),
+            *(t.speed.by(way.prediction) for t in answer.targets),
             _suggestion_text(way.what, way.recipe) + _doubt(way) + ("" if way.built else " *"),
         ]
         for way in shown
     ]
-    wanted = [f"{w.value:,.0f}?" if w.of == "tokens/s/GPU" else f"{percent(w.value)}?" for w in wishes]
+    wanted = [f"{_wanted(t.wanted)}?" for t in answer.targets]
     head = [*([""] if fits else []), "tok/s/GPU", "MFU", *wanted, "with"]
     yield from table(head, rows, width, left=())
     listed = [] if answer.found is None else answer.found.choices[:_LAYOUTS]
@@ -314,7 +316,9 @@ def _margin(choice: Choice, sure: Choice | None, own: Prediction | None = None, 
 def target_words(target: Target) -> str:
     """Whether a target is reached, and which change would reach it."""
     w = target.wanted
-    name = f"{w.value:,.0f} tokens/s/GPU" if w.of == "tokens/s/GPU" else f"MFU {percent(w.value)}"
+    if w.of == "end":
+        return _end_words(target)
+    name = f"{'MFU ' if w.of == 'MFU' else ''}{_wanted(w)}{' tokens/s/GPU' if w.of != 'MFU' else ''}"
     text = {
         "yes": f"{name} is met by the prediction",
         "inside": f"{name} is above the prediction, inside its interval",
@@ -331,8 +335,32 @@ def target_words(target: Target) -> str:
     return text
 
 
+def _wanted(w: Wanted) -> str:
+    if w.of == "end":
+        hours = w.value / 3600
+        return f"{figure(hours)} h" if hours < 48 else f"{figure(hours / 24)} d"
+    return percent(w.value) if w.of == "MFU" else f"{w.value:,.0f}"
+
+
+def _end_words(target: Target) -> str:
+    """How likely the run ends in time, and how likely with the best change."""
+    text = f"the end within {_wanted(target.wanted)}: {target.why_not}"
+    if target.likely is not None:
+        text += f"{_chance(target.likely)} likely, needs {target.speed.value:,.0f} tokens/s/GPU"
+    if target.better is not None and target.likely_with is not None:
+        tight = ", tight" if _doubt(target.better) else ""
+        text += f"; {_chance(target.likely_with)} with {target.better.what}{tight}"
+    return f"{text} (steps as in their interval, failures at the assumed rate)"
+
+
+def _chance(likely: float) -> str:
+    if likely < 0.01:
+        return "less than 1 %"
+    return "more than 99 %" if likely > 0.99 else percent(likely)
+
+
 def _suggestion_with_rate(way: Suggestion) -> str:
     p = way.prediction
     built = "" if way.built else " (not with this setup)"
     tight = ", tight" if _doubt(way) else ""
-    return f"{_suggestion_text(way.what, way.recipe)}{tight}{built}: {figures.rate(p.tokens_per_s_per_gpu)}"
+    return f"{way.what}{tight}{built}: {figures.rate(p.tokens_per_s_per_gpu)}"

@@ -12,7 +12,9 @@ from seatrial.job.schedules import schedule_named
 from seatrial.plan.cost.memory import FRAGMENTATION, Memory
 from seatrial.plan.cost.predict import Prediction
 from seatrial.plan.model.recipe import Recipe
-from seatrial.plan.report.advice import excess, short
+from seatrial.plan.report.advice import Suggestion, excess, short
+from seatrial.plan.report.beyond_memory import BeyondMemory
+from seatrial.plan.search.search import ALIKE
 from seatrial.ui import figures
 
 Line = tuple[str, str]  # text and style
@@ -251,6 +253,26 @@ def brief(recipe: Recipe) -> str:
     if _shards_gradients(recipe):
         entries.append("sharded gradients")
     return ", ".join(entries)
+
+
+def too_large(beyond: BeyondMemory) -> str:
+    """The fastest layout that only memory refuses: how fast, how much is missing, what makes it fit."""
+    p, ways = beyond.prediction, "; no single change makes it fit"
+    if beyond.ways:
+        ways = f"; fits {' or '.join(_fits_with(way) for way in beyond.ways)}"
+    return (
+        f"{brief(beyond.recipe)}: {percent(beyond.gain)} faster than the best, but {percent(beyond.over)} too much memory "
+        f"({gib(p.memory.reserved)} of {gib(p.room)}){ways}"
+    )
+
+
+def _fits_with(way: Suggestion) -> str:
+    tight = ", tight" if way.prediction.verdict.word == "tight" else ""
+    if not way.built:
+        return f"on {way.what}{tight}"
+    slower = 1 / (1 + way.gain) - 1
+    told = "no faster than the best" if slower <= ALIKE else f"{percent(slower)} slower than the best"
+    return f"with {way.what} ({told}{tight})"
 
 
 # Mark of a layout that is tight, and its note below a table.

@@ -20,8 +20,8 @@ from seatrial.job.settled import provisional
 from seatrial.plan.cost.memory_fit import shipped_errors
 from seatrial.plan.cost.predict import capacity
 from seatrial.plan.model.place import place_of
-from seatrial.plan.search.auto import ALIKE, Chosen, _doubt, _safest, choose
-from seatrial.plan.search.search import Choice, search
+from seatrial.plan.search.auto import Chosen, _doubt, _safest, choose
+from seatrial.plan.search.search import ALIKE, Choice, search
 
 
 def chosen(j: Job) -> Chosen:

@@ -12,8 +12,10 @@ from seatrial.base.errors import InputError
 from seatrial.hardware.networks import find_network
 from seatrial.job.schema import GpuSection
 from seatrial.plan.model.place import place_of
-from seatrial.plan.report.advice import ALIKE, Wanted, allowed, difference, excess, short
+from seatrial.plan.report.advice import Wanted, allowed, difference, excess, short, targets
 from seatrial.plan.report.answer import ENOUGH, Answer, Wishes, answer, usual_nodes
+from seatrial.plan.search.search import ALIKE
+from seatrial.ui.plan_table import target_words
 
 pytestmark = pytest.mark.cluster  # for its time: it starts no cluster
 
@@ -40,6 +42,39 @@ def test_the_reference_voyage_is_answered() -> None:
     assert told.carried.mean is not None
     assert told.carried.enough is not None
     assert told.carried.mean < told.carried.enough < told.carried.capacity
+
+
+def test_how_likely_an_end_is() -> None:
+    told = voyage()
+    base, end = told.own.prediction, told.ending
+    assert base is not None
+    assert end is not None
+    assert told.advice is not None
+    days = [Wanted(n * 86400.0, "end") for n in (4, 5, 6)]
+    found = list(targets(base, told.advice.ways, days, end.finish))
+    assert [t.likely for t in found] == [end.finish.within(w.value, base.pace.spread) for w in days]
+    for target in found:
+        # The speed that it takes is that of a run which ends just then.
+        speed = base.tokens_per_s_per_gpu * end.finish.wall_s / target.wanted.value
+        assert target.speed == Wanted(pytest.approx(speed), "tokens/s/GPU")
+        assert target.better is not None
+        assert target.better.built
+        assert target.better.gain == max(w.gain for w in told.advice.ways if w.built)
+        assert target.likely is not None
+        assert target.likely_with is not None
+        assert target.likely_with > target.likely
+    (never,) = targets(base, (), days[:1], None)
+    assert (never.likely, never.why_not) == (None, "saving and failures leave no time to train")
+    assert (never.own, never.met) == ("no", None)
+
+
+def test_an_end_of_a_layout_that_does_not_fit_is_not_judged() -> None:
+    told = must_change()
+    wanted = Wishes(targets=(Wanted(86400.0, "end"),))
+    (target,) = answer(told.job, told.place, wanted).targets
+    assert (target.likely, target.why_not) == (None, "the layout does not fit")
+    assert target.likely_with is not None
+    assert "the end within 24 h: the layout does not fit; " in target_words(target)
 
 
 def test_enough_network_costs_what_it_says() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -65,8 +66,11 @@ def test_all_that_is_wrong_at_once(capsys: Captured) -> None:
         assert words in err, words
 
 
-@pytest.mark.parametrize("target", ["nan", "-5", "0", "120%", "45 per cent", "1e400", ""])
-def test_a_target_is_a_rate_or_a_share(target: str, capsys: Captured) -> None:
+@pytest.mark.parametrize(
+    "target",
+    ["nan", "-5", "0", "120%", "45 per cent", "1e400", "", "0d", "3651d", "5 days", "5d12h", "9" * 400],
+)
+def test_a_target_is_a_rate_a_share_or_a_time(target: str, capsys: Captured) -> None:
     assert main(["plan", SMALL, f"--target={target}"]) == 2
     assert "neither a rate nor a percentage" in capsys.readouterr().err
 
@@ -76,6 +80,17 @@ def test_a_target_with_a_comma_or_per_cent(capsys: Captured) -> None:
     out = capsys.readouterr().out
     assert "2,500 tokens/s/GPU is met by the prediction" in out
     assert "MFU 70 % is outside the interval" in out
+
+
+def test_how_likely_the_end_is_in_time_is_told_if_asked(capsys: Captured) -> None:
+    assert main(["plan", SMALL, "--own"]) == 0
+    assert "likely" not in capsys.readouterr().out
+    assert main(["plan", SMALL, "--own", "--target", "2d", "--target=60 h", "--target", "0.1h"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"the end within 2 d: [67]\d % likely, needs 7,\d{3} tokens/s/GPU ", out)
+    assert "the end within 2.5 d: more than 99 % likely, needs " in out
+    assert "the end within 0.1 h: less than 1 % likely, needs " in out
+    assert out.count("(steps as in their interval, failures at the assumed rate)") == 3
 
 
 def test_json(capsys: Captured) -> None:

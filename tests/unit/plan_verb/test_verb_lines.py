@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from html import escape
 from typing import Any
 
 import pytest
-from verb_cases import EVERY, must_change, nowhere, small, too_large, voyage
+from verb_cases import EVERY, must_change, nowhere, small, voyage
+from verb_cases import too_large as too_large_for_all
 
 from seatrial.plan.report.answer import Answer
+from seatrial.ui.plan_html import page
 from seatrial.ui.plan_json import document
 from seatrial.ui.plan_table import lines, verdict
-from seatrial.ui.plan_words import data, figure, flop, gib, percent, seconds, span
+from seatrial.ui.plan_words import data, figure, flop, gib, percent, seconds, span, too_large
 
 pytestmark = pytest.mark.cluster  # slow
 
@@ -73,7 +76,7 @@ def test_the_reference_voyage_in_words() -> None:
 def test_verdicts() -> None:
     assert verdict(voyage())[0].startswith("fits, but a step takes ")
     assert verdict(nowhere()) == ("memory and traffic are known, speed is not", "yellow")
-    text, style = verdict(too_large())
+    text, style = verdict(too_large_for_all())
     assert "no layout fits on this cluster" in text
     assert style == "bold red"
     text, style = verdict(must_change())
@@ -82,7 +85,7 @@ def test_verdicts() -> None:
 
 
 def test_nothing_is_promised_of_what_does_not_fit() -> None:
-    for case in (too_large, must_change):
+    for case in (too_large_for_all, must_change):
         told = text_of(case())
         for words in ("finish ", "cost ", "where the FLOPs go", "faster than"):
             assert words not in told
@@ -129,6 +132,21 @@ def test_figures() -> None:
     assert [seconds(s) for s in (0.0351, 23.58, 111.9)] == ["35.1 ms", "23.6 s", "1 min 52 s"]
     assert span(17.04, 32.6) == "17 to 32.6 s"
     assert span(0.9, 1.2) == "900 ms to 1.2 s"
+
+
+def test_what_only_memory_refuses_is_told_once() -> None:
+    beyond = voyage().beyond
+    assert beyond is not None
+    assert beyond.ways
+    assert "microbatch 2 (no faster than the best, tight)" in too_large(beyond)
+    assert " ".join(text_of(voyage()).split()).count(f"too large {too_large(beyond)} ") == 1
+    assert escape(f"Too large: {too_large(beyond)}.") in page(voyage())
+    told = document(voyage())["search"]["beyond_memory"]
+    assert told["recipe"]["microbatch"] == beyond.recipe.microbatch
+    assert told["ways"][0]["what"] == "microbatch 2"
+    assert "no single change makes it fit" in too_large(replace(beyond, ways=()))
+    assert "too large" not in text_of(too_large_for_all())
+    assert document(too_large_for_all())["search"]["beyond_memory"] is None
 
 
 def test_small_is_not_told_what_it_has_not() -> None:

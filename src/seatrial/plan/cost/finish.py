@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from statistics import NormalDist
 
 from seatrial.hardware.failures import Rate
 from seatrial.job.architecture import Architecture
@@ -43,6 +45,24 @@ class Finish:
     def mfu(self) -> float:
         """MFU of the whole run, failures included."""
         return self.waterfall[0].share
+
+    def within(self, seconds: float, spread: float, faster: float = 1.0) -> float:
+        """Probability that the run ends within `seconds` of wall-clock time; `faster`: with steps of 1/faster the time.
+
+        Steps are lognormal around the prediction with `spread` (`Pace.spread`), as in its interval. Failures are a Poisson
+        process of the expected rate, and each costs what one costs on average. That the rate may be another is not in it.
+        """
+        *_, failing = self.waterfall
+        work = (self.wall_s - failing.seconds) / faster
+        each = failing.seconds / self.failures
+        expected = seconds / self.wall_s * self.failures
+        likely = 0.0
+        for n in range(
+            math.ceil(seconds / each)
+        ):  # the run is through in time if work and n failures fit into it
+            often = math.exp(n * math.log(expected) - expected - math.lgamma(n + 1))
+            likely += often * NormalDist().cdf(math.log((seconds - n * each) / work) / spread)
+        return likely
 
 
 def finish(

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from seatrial.job.job import Job
 from seatrial.job.layout import Layout
+from seatrial.job.numbers import divisors
 from seatrial.job.schedules import schedule_named
 from seatrial.job.schema import Accumulate
-from seatrial.plan.cost.calibration import ROWS, Calibration
+from seatrial.plan.cost.calibration import Calibration
 from seatrial.plan.cost.collectives import UnknownNetworkError
+from seatrial.plan.cost.finish import Finish
 from seatrial.plan.cost.kernels import UnknownSpeedError
 from seatrial.plan.cost.overlap import OURS, able
 from seatrial.plan.cost.predict import Prediction, Share, predict, stack_for
@@ -20,6 +23,7 @@ from seatrial.plan.model.cluster import Cluster
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.search.legal import refusal
 from seatrial.plan.search.search import (
+    ALIKE,
     MICROBATCHES,
     RECOMPUTES,
     STAGES_PER_RANK,
@@ -29,8 +33,6 @@ from seatrial.plan.search.search import (
     schedules,
 )
 
-# The same configuration differs by as much between releases: closer layouts count as equal.
-ALIKE = ROWS
 # Smaller gains are not reported.
 _WORTH = 0.01
 # The stack that represents other software: of those with published results on many GPUs it hides most communication.
@@ -43,13 +45,14 @@ Reached = Literal["yes", "inside", "no"]
 
 @dataclass(frozen=True)
 class Wanted:
-    """A target value: tokens/s of one GPU, or a share of the peak (MFU)."""
+    """A target value: tokens/s of one GPU, a share of the peak (MFU), or seconds from the first step to the end."""
 
     value: float
-    of: Literal["tokens/s/GPU", "MFU"]
+    of: Literal["tokens/s/GPU", "MFU", "end"]
 
     def by(self, p: Prediction) -> Reached:
-        """Whether a prediction reaches it. With an unknown peak, MFU is not reached."""
+        """Whether a prediction reaches it, except an end (`Target.speed`). With an unknown peak, MFU is not reached."""
+        assert self.of != "end"
         here = p.tokens_per_s_per_gpu if self.of == "tokens/s/GPU" else (p.mfu or 0.0)
         if here >= self.value:
             return "yes"
@@ -89,12 +92,20 @@ class Advice:
 
 @dataclass(frozen=True)
 class Target:
-    """A target, and the first suggestion that would meet it: within its interval, or by its prediction."""
+    """A target, and the first suggestion that would meet it: within its interval, or by its prediction.
+
+    Of an end: `likely`, the probability that the run ends by then, or `why_not`; and that with the best suggestion that is built.
+    """
 
     wanted: Wanted
+    speed: Wanted  # what it takes: `wanted` itself, or the speed that ends just then
     own: Reached
     inside: Suggestion | None
     met: Suggestion | None
+    likely: float | None = None
+    why_not: str = ""
+    better: Suggestion | None = None
+    likely_with: float | None = None  # with `better`
 
 
 @dataclass(frozen=True)
@@ -140,18 +151,40 @@ def advice(
     return Advice(tuple(ways), tuple(turns), alike)
 
 
-def targets(base: Prediction, ways: Sequence[Suggestion], wishes: Sequence[Wanted]) -> tuple[Target, ...]:
-    """Each target against the job's own layout, and the smallest changes that would meet it, built ones first."""
+def targets(
+    base: Prediction, ways: Sequence[Suggestion], wishes: Sequence[Wanted], end: Finish | None
+) -> Iterator[Target]:
+    """Each target against the job's own layout, and the smallest changes that would meet it, built ones first.
+
+    Without an `end`, because saving and failures leave no time to train, no speed ends the run in time.
+    """
     by_size = sorted(ways, key=lambda w: (not w.built, w.gain))
-    return tuple(
-        Target(
-            wish,
-            wish.by(base),
-            next((w for w in by_size if wish.by(w.prediction) == "inside"), None),
-            next((w for w in by_size if wish.by(w.prediction) == "yes"), None),
+    for wish in wishes:
+        speed = wish
+        if wish.of == "end":
+            times = math.inf if end is None else end.wall_s / wish.value
+            speed = Wanted(base.tokens_per_s_per_gpu * times, "tokens/s/GPU")
+        inside, met = (
+            next((w for w in by_size if speed.by(w.prediction) == reached), None)
+            for reached in ("inside", "yes")
         )
-        for wish in wishes
-    )
+        found = Target(wish, speed, speed.by(base), inside, met)
+        if wish.of == "end" and end is None:
+            found = replace(found, why_not="saving and failures leave no time to train")
+        elif wish.of == "end" and end is not None:
+            best = max((w for w in ways if w.built), key=lambda w: w.gain, default=None)
+            found = replace(found, better=best, **_likely(base, best, wish.value, end))
+        yield found
+
+
+def _likely(base: Prediction, best: Suggestion | None, seconds: float, end: Finish) -> dict[str, Any]:
+    values: dict[str, Any] = {"why_not": "" if base.fits else "the layout does not fit"}
+    if base.fits:
+        values["likely"] = end.within(seconds, base.pace.spread)
+    if best is not None:
+        p = best.prediction
+        values["likely_with"] = end.within(seconds, p.pace.spread, base.step_s / p.step_s)
+    return values
 
 
 def allowed(job: Job, cluster: Cluster, recipe: Recipe) -> str | None:
@@ -184,7 +217,7 @@ def _ways(asker: Asker, own: Recipe, base: Prediction, found: Found | None) -> l
             return
         ways.append(Suggestion(what, recipe, p, gain, built))
 
-    for kind in _settings(own, stack_for(own, asker.stack)):
+    for kind in single_changes(own, stack_for(own, asker.stack)):
         tried = [(what, r, p) for what, r in kind if (p := asker.ask(r)) is not None]
         if tried:
             add(*min(tried, key=lambda t: t[2].step_s))
@@ -199,7 +232,7 @@ def _ways(asker: Asker, own: Recipe, base: Prediction, found: Found | None) -> l
     plain = replace(own, async_tensor=False, accumulate="whole")
     if stack_for(own, asker.stack).name != OTHER and (tuned := _tuned(asker, plain, OTHER)) is not None:
         changed = "" if tuned[0] == plain else f", {difference(plain, tuned[0])}"
-        add(f"{OTHER} in place of this trainer{changed}", *tuned, built=False)
+        add(f"{OTHER} instead{changed}", *tuned, built=False)
     network = asker.cluster.network
     if network is not None and asker.cluster.crosses:
         twice = replace(asker.cluster, network=replace(network, gbps_per_nic=2 * network.gbps_per_nic))
@@ -209,8 +242,8 @@ def _ways(asker: Asker, own: Recipe, base: Prediction, found: Found | None) -> l
     return sorted(seen.values(), key=lambda w: -w.gain)
 
 
-def _settings(own: Recipe, stack: Stack) -> Iterator[list[tuple[str, Recipe]]]:
-    """Changes of one setting of the job's own layout: by kind, every value that it may take."""
+def single_changes(own: Recipe, stack: Stack) -> Iterator[list[tuple[str, Recipe]]]:
+    """Changes of one setting of a layout: by kind, every value that it may take."""
     yield [(f"microbatch {m}", replace(own, microbatch=m)) for m in MICROBATCHES if m != own.microbatch]
     if own.recompute == "full":
         yield [("no recomputation", replace(own, recompute="none"))]
@@ -218,8 +251,9 @@ def _settings(own: Recipe, stack: Stack) -> Iterator[list[tuple[str, Recipe]]]:
         yield [("full recomputation", replace(own, recompute="full"))]
     if not own.compiled:
         yield [("compile = true", replace(own, compiled=True))]
-    if own.reshard:
-        yield [("reshard_after_forward = false", replace(own, reshard=False))]
+    if own.cut > 1:
+        other = replace(own, reshard=not own.reshard)
+        yield [(difference(own, other), other)]
     if able(own, stack):
         other = replace(own, async_tensor=not own.async_tensor)
         yield [(difference(own, other), other)]
@@ -227,6 +261,9 @@ def _settings(own: Recipe, stack: Stack) -> Iterator[list[tuple[str, Recipe]]]:
         ways: tuple[Accumulate, ...] = ("whole", "sharded")
         others = [replace(own, accumulate=how) for how in ways if how != own.accumulate]
         yield [(difference(own, r), r) for r in others]
+    data = own.layout.data_parallel
+    split = [replace(own.layout, shard=n, replicate=data // n) for n in divisors(data, most=data)]
+    yield [(difference(own, r), r) for at in split if (r := replace(own, layout=at)) != own]
     shapes = [replace(own, layout=layout) for layout in _schedules(own.layout)]
     yield [(difference(own, r), r) for r in shapes]
 

@@ -21,7 +21,8 @@ from seatrial.plan.cost.step import Traffic, traffic
 from seatrial.plan.model.cluster import Cluster
 from seatrial.plan.model.place import Hardware
 from seatrial.plan.model.recipe import Recipe
-from seatrial.plan.report.advice import Advice, Target, Wanted, advice, targets
+from seatrial.plan.report.advice import Advice, Asker, Target, Wanted, advice, targets
+from seatrial.plan.report.beyond_memory import BeyondMemory, beyond_memory
 from seatrial.plan.search.caution import SHORTEST_SOURCE, too_short
 from seatrial.plan.search.scaling import MODES, Scaling, best_scaling, scaling
 from seatrial.plan.search.search import Choice, Found, limit, own_recipe, search
@@ -109,6 +110,7 @@ class Answer:
     advice: Advice | None
     targets: tuple[Target, ...]
     provenance: tuple[str, ...]
+    beyond: BeyondMemory | None = None  # the fastest layout that only memory refuses
 
     @property
     def best(self) -> Choice | None:
@@ -157,12 +159,14 @@ def answer(
     prediction = mine.prediction
     entries: tuple[Target, ...] = ()
     curves: list[Scaling] = []
-    best = ending = None
+    best = ending = beyond = None
     if cluster is not None and prediction is not None:
         sizes = w.nodes or usual_nodes(cluster)
         for mode in MODES:
             at = (job, mine.recipe, cluster)
             curves.append(scaling(*at, mode=mode, nodes=sizes, calibration=calibration, stack=w.stack))
+        if found is not None:
+            beyond = beyond_memory(Asker(job, cluster, w.stack, calibration), found)
         if found is not None and cluster.nodes > 1:
             known = {cluster.nodes: found}
             best = best_scaling(
@@ -171,7 +175,8 @@ def answer(
         ending = _ending(job, mine.recipe, cluster, prediction, w)
         if w.look_further or w.targets:
             more = advice(job, mine.recipe, prediction, cluster, found, w.stack, calibration)
-            entries = targets(prediction, more.ways, w.targets)
+            end = None if ending is None else ending.finish
+            entries = tuple(targets(prediction, more.ways, w.targets, end))
     return Answer(
         job=job,
         place=place,
@@ -186,6 +191,7 @@ def answer(
         advice=more if w.look_further else None,
         targets=entries,
         provenance=_provenance(job.architecture, mine, found, ending, place),
+        beyond=beyond,
     )
 
 

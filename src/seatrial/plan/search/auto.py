@@ -21,7 +21,7 @@ from seatrial.job.schedules import Times, schedule_named
 from seatrial.job.schema import ParallelSection
 from seatrial.job.settled import CHOSEN_TOO, fixed, provisional, settled
 from seatrial.plan.cost.accumulate import adapted, chosen
-from seatrial.plan.cost.calibration import ROWS, Calibration
+from seatrial.plan.cost.calibration import Calibration
 from seatrial.plan.cost.collectives import Fabric, UnknownNetworkError
 from seatrial.plan.cost.kernels import UnknownSpeedError
 from seatrial.plan.cost.memory import memory
@@ -32,10 +32,9 @@ from seatrial.plan.model.cluster import Cluster
 from seatrial.plan.model.place import Hardware
 from seatrial.plan.model.recipe import Recipe, Recompute
 from seatrial.plan.search.legal import refusal
-from seatrial.plan.search.search import MICROBATCHES, RECOMPUTES, Choice, legal, pair, search
+from seatrial.plan.search.search import ALIKE, MICROBATCHES, RECOMPUTES, Choice, legal, pair, search
 
 RUNNERS_UP = 4
-ALIKE = ROWS  # as in plan/report/advice.py
 Basis = Literal["speed", "memory and traffic"]
 
 

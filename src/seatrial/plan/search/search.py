@@ -19,7 +19,7 @@ from seatrial.job.layout import Layout
 from seatrial.job.numbers import divisors
 from seatrial.job.schedules import SCHEDULES
 from seatrial.plan.cost.accumulate import adapted, ways
-from seatrial.plan.cost.calibration import Calibration
+from seatrial.plan.cost.calibration import ROWS, Calibration
 from seatrial.plan.cost.memory import memory
 from seatrial.plan.cost.overlap import able, copied, cut, overlaps
 from seatrial.plan.cost.predict import Prediction, capacity, predict, stack_for
@@ -32,6 +32,10 @@ MICROBATCHES = (1, 2, 4, 8, 16, 32)
 RECOMPUTES: tuple[Recompute, ...] = ("none", "full")
 STAGES_PER_RANK = (2, 4)
 CONTEXTS = (2, 4, 8, 16)
+# The same configuration differs by as much between releases: closer layouts count as equal.
+ALIKE = ROWS
+# A layout that needs more than this many times the memory of a GPU is for another cluster.
+MOST_OVER = 2.0
 LEAST_TOKENS = 8192  # of a sequence on one rank: shorter ones need no context parallel
 
 
@@ -55,6 +59,9 @@ class Found:
     refused: dict[str, int]  # combinations that a rule refuses, by the key it points at
     least_bytes: float  # what the smallest of all needs on a GPU
     sure: tuple[Choice, ...] = ()  # as `choices`, of only the layouts that fit with margin
+    outsized: tuple[
+        Recipe, ...
+    ] = ()  # do not fit, but need at most `MOST_OVER` times the memory that there is
 
     @property
     def own_costs(self) -> float | None:
@@ -79,6 +86,7 @@ def search(
     refused: Counter[str] = Counter()
     choices: dict[tuple[int, int], Choice] = {}
     sure: dict[tuple[int, int], Choice] = {}
+    outsized: list[Recipe] = []
     tried = too_large = 0
     least = float("inf")
     room = capacity(cluster)
@@ -98,6 +106,8 @@ def search(
             needs = memory(model, recipe, stack_for(recipe, stack)).reserved
             least = min(least, needs)
             if needs > room:
+                if needs <= MOST_OVER * room:
+                    outsized.append(recipe)
                 continue
             fits = True
             found = predict(model, recipe, cluster, calibration=calibration, stack=stack)
@@ -127,7 +137,9 @@ def search(
         # It may have a microbatch or a number of stages that is not among those searched.
         if found.fits:
             take(recipe, found)
-    return Found(_ranked(choices), mine, tried, too_large, dict(refused), least, _ranked(sure))
+    return Found(
+        _ranked(choices), mine, tried, too_large, dict(refused), least, _ranked(sure), tuple(outsized)
+    )
 
 
 def pair(recipe: Recipe) -> tuple[int, int]:

@@ -1,0 +1,109 @@
+"""The fastest layout that only memory refuses, and the single changes that would make it fit; each is predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from seatrial.hardware.catalogue import gpus
+from seatrial.hardware.networks import reference_node
+from seatrial.job.schedules import schedule_named
+from seatrial.plan.cost.overlap import able
+from seatrial.plan.cost.predict import Prediction, predict, stack_for
+from seatrial.plan.model.recipe import Recipe
+from seatrial.plan.report.advice import Asker, Suggestion, single_changes
+from seatrial.plan.search.legal import refusal
+from seatrial.plan.search.scaling import resized
+from seatrial.plan.search.search import ALIKE, Found
+
+
+@dataclass(frozen=True)
+class BeyondMemory:
+    """A layout that does not fit. `gain`: of the speed, over the best layout that fits, also in `ways`."""
+
+    recipe: Recipe
+    prediction: Prediction
+    gain: float
+    over: float  # what it needs over what there is, minus 1
+    ways: tuple[
+        Suggestion, ...
+    ]  # the fastest change of a setting, more nodes, another GPU: those that make it fit
+
+
+def beyond_memory(asker: Asker, found: Found) -> BeyondMemory | None:
+    """The fastest of `found.outsized`, if it is faster than the best layout that fits by more than `ALIKE`.
+
+    Of those that cannot be distinguished from the fastest it is the one that needs the least memory.
+    """
+    if not found.choices:
+        return None
+    best = found.choices[0].prediction.step_s
+    most = best / (1 + ALIKE)
+    faster: list[tuple[float, Recipe, Prediction]] = []
+    kernels: dict[tuple[object, ...], float] = {}
+
+    def bound(recipe: Recipe) -> float:
+        """Lower bound of the step: its kernels, which the other sizes do not change, and the pipeline that fills."""
+        r, at = recipe, recipe.layout
+        key = (at.tensor, r.context, r.microbatch, r.recompute, r.accumulate, r.microbatches > 1)
+        if key not in kernels:
+            parts = [_predicted(asker, r).parts for r in _ways(asker, recipe)]
+            kernels[key] = min(p.products + p.attention + p.operators + p.recomputation for p in parts)
+        fill = 0.0
+        if not schedule_named(at.schedule).split_backward:
+            fill = (at.pipeline - 1) / (r.microbatches * at.stages_per_rank)
+        return kernels[key] * (1 + fill)
+
+    for recipe in sorted(found.outsized, key=bound):
+        if bound(recipe) > most:
+            break
+        for r in _ways(asker, recipe):
+            if r is recipe or refusal(asker.job, asker.cluster, r) is None:
+                p = _predicted(asker, r)
+                if p.step_s < most:
+                    faster.append((p.memory.reserved, r, p))
+                    most = min(most, p.step_s * (1 + ALIKE))
+    if not faster:
+        return None
+    needs, recipe, p = min(((n, r, p) for n, r, p in faster if p.step_s <= most), key=lambda f: f[0])
+    return BeyondMemory(
+        recipe, p, best / p.step_s - 1, needs / p.room - 1, tuple(_fitting(asker, recipe, best))
+    )
+
+
+def _ways(asker: Asker, recipe: Recipe) -> Iterator[Recipe]:
+    """Without asynchronous tensor parallel, and with it."""
+    yield recipe
+    if able(recipe, stack_for(recipe, asker.stack)):
+        yield replace(recipe, async_tensor=True)
+
+
+def _predicted(asker: Asker, recipe: Recipe) -> Prediction:
+    at = asker.cluster
+    return predict(asker.job.architecture, recipe, at, calibration=asker.calibration, stack=asker.stack)
+
+
+def _fitting(asker: Asker, recipe: Recipe, best: float) -> Iterator[Suggestion]:
+    """Changes that make it fit: of one setting, the fastest; else of the cluster."""
+
+    def suggestion(what: str, r: Recipe, p: Prediction, *, built: bool = True) -> Suggestion:
+        return Suggestion(what, r, p, best / p.step_s - 1, built)
+
+    changes = (c for kind in single_changes(recipe, stack_for(recipe, asker.stack)) for c in kind)
+    tried = [(what, r, p) for what, r in changes if (p := asker.ask(r)) is not None]
+    if tried:
+        yield suggestion(*min(tried, key=lambda t: t[2].step_s))
+    twice = replace(asker.cluster, nodes=2 * asker.cluster.nodes)
+    more, _ = resized(recipe, twice.gpus, mode="strong")
+    if more is not None and (p := asker.ask(more, cluster=twice)) is not None:
+        yield suggestion(f"{twice.nodes:,} nodes", more, p, built=False)
+    here = reference_node(asker.cluster.gpu.name)
+    for gpu in sorted(gpus(), key=lambda g: g.hbm_gb):
+        node = reference_node(gpu.name)
+        # A node like this one: what fits a node of eight says nothing of a tray of four.
+        if here is None or node is None or node.gpus_per_node != here.gpus_per_node:
+            continue
+        p = asker.ask(recipe, cluster=replace(asker.cluster, gpu=gpu))
+        if gpu.hbm_gb > asker.cluster.gpu.hbm_gb and p is not None:
+            yield suggestion(f"{gpu.name} ({gpu.hbm_gb:g} GB)", recipe, p, built=False)
+            return

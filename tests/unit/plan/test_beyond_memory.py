@@ -1,0 +1,100 @@
+"""The fastest layout that only memory refuses: the one that predicting all of them finds, and changes that do make it fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from seatrial.hardware.catalogue import gpus
+from seatrial.hardware.networks import reference_node
+from seatrial.job.loading import load_job
+from seatrial.job.settled import provisional
+from seatrial.plan.cost.memory_fit import judge
+from seatrial.plan.cost.overlap import able
+from seatrial.plan.cost.predict import Prediction, capacity, predict, stack_for
+from seatrial.plan.model.place import place_of
+from seatrial.plan.model.recipe import Recipe
+from seatrial.plan.report.advice import Asker, single_changes
+from seatrial.plan.report.beyond_memory import BeyondMemory, beyond_memory
+from seatrial.plan.search.legal import refusal
+from seatrial.plan.search.search import ALIKE, MOST_OVER, Found, search
+
+pytestmark = pytest.mark.cluster  # for its time: it starts no cluster
+PLANS = Path(__file__).parents[2] / "fixtures" / "plans"
+
+
+@cache
+def asked(name: str, *overrides: str) -> tuple[Asker, Found, BeyondMemory | None]:
+    job = load_job(PLANS / f"{name}.toml", overrides)
+    cluster = place_of(job).cluster
+    assert cluster is not None
+    job = provisional(job) if job.is_open else job
+    asker = Asker(job, cluster, "seatrial", None)
+    found = search(job, cluster, own=False)
+    return asker, found, beyond_memory(asker, found)
+
+
+def predicted(asker: Asker, recipe: Recipe) -> Prediction:
+    return predict(asker.job.architecture, recipe, asker.cluster)
+
+
+@pytest.mark.parametrize("name", ["7b-one-h200", "8b-128k-64-h100", "405b-16384-h100"])
+def test_it_is_the_one_that_predicting_all_of_them_finds(name: str) -> None:
+    asker, found, beyond = asked(name)
+    assert beyond is not None
+    best = found.choices[0].prediction.step_s
+    ways = [*found.outsized]
+    ways += [replace(r, async_tensor=True) for r in found.outsized if able(r, stack_for(r))]
+    tried = [(r, predicted(asker, r)) for r in ways if refusal(asker.job, asker.cluster, r) is None]
+    fastest = min(p.step_s for _, p in tried)
+    near = [(p.memory.reserved, r) for r, p in tried if p.step_s <= fastest * (1 + ALIKE)]
+    assert beyond.recipe == min(near, key=lambda n: n[0])[1]
+    assert beyond.prediction.step_s == predicted(asker, beyond.recipe).step_s < best / (1 + ALIKE)
+    assert beyond.gain == pytest.approx(best / beyond.prediction.step_s - 1)
+    assert beyond.over == pytest.approx(beyond.prediction.memory.reserved / capacity(asker.cluster) - 1)
+    assert not beyond.prediction.fits
+    assert all(p.memory.reserved <= 1.05 * MOST_OVER * p.room for _, p in tried)  # async needs a little more
+
+
+def test_each_change_makes_it_fit_and_is_the_fastest_of_its_kind() -> None:
+    asker, found, beyond = asked("70b-64-h100")
+    assert beyond is not None
+    again, card = beyond.ways
+    assert (again.what, again.built, card.built) == ("full recomputation", True, False)
+    assert again.recipe == replace(beyond.recipe, recompute="full")
+    there = predicted(asker, again.recipe)
+    assert there.fits
+    changes = [r for kind in single_changes(beyond.recipe, stack_for(beyond.recipe)) for _, r in kind]
+    assert {"full", "none"} == {r.recompute for r in changes}
+    assert there.step_s == min(p.step_s for r in changes if (p := asker.ask(r)) is not None)
+    assert again.gain == pytest.approx(found.choices[0].prediction.step_s / there.step_s - 1)
+    # The GPU is the one with the least memory that it fits, in nodes of eight.
+    needs = beyond.prediction.memory.reserved
+    rooms = {
+        g.name: capacity(replace(asker.cluster, gpu=g))
+        for g in gpus()
+        if (node := reference_node(g.name)) is not None and node.gpus_per_node == 8
+    }
+    name = min((n for n in rooms if judge(needs, rooms[n]).word != "does not fit"), key=lambda n: rooms[n])
+    assert card.what.startswith(f"{name} (")
+    assert card.recipe == beyond.recipe
+
+
+def test_twice_the_nodes_are_more_shards() -> None:
+    asker, _, beyond = asked("70b-64-h100", "cluster.nodes=2", "cluster.gpu=B300 SXM")
+    assert beyond is not None
+    (way,) = (w for w in beyond.ways if w.what == "4 nodes")
+    assert way.recipe == replace(beyond.recipe, layout=replace(beyond.recipe.layout, shard=32))
+    twice = replace(asker.cluster, nodes=4)
+    assert predict(asker.job.architecture, way.recipe, twice).fits
+
+
+def test_nothing_is_shown_where_memory_refuses_nothing_faster() -> None:
+    _, found, beyond = asked("7b-one-h200", "model.preset=qwen2.5-72b")
+    assert (found.choices, beyond) == ((), None)  # nothing fits: there is no best to compare with
+    _, found, beyond = asked("8b-128k-64-h100", "train.sequence_length=512", "cluster.gpu=B300 SXM")
+    assert found.choices
+    assert beyond is None
