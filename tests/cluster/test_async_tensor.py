@@ -99,7 +99,7 @@ def _cases() -> list[dict[str, Any]]:
                 "sabotage": what,
             }
         )
-    return [{"tied": False, "steps": 3, **case} for case in cases]
+    return [{"tied": False, "steps": 2, **case} for case in cases]
 
 
 @pytest.fixture(scope="module")

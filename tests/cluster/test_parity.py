@@ -106,7 +106,6 @@ def _cases() -> list[dict[str, Any]]:
             "layout": LAYOUTS["tp2-fsdp2"],
             "tied": False,
             "compile": True,
-            "steps": 2,
         },
         {"name": "repeat-untied", "layout": full, "tied": False},
         *_document_cases(),
@@ -126,7 +125,6 @@ def _cases() -> list[dict[str, Any]]:
             "layout": LAYOUTS["tp2-fsdp2"],
             "tied": False,
             "compile": True,
-            "steps": 2,
             "accumulate": "sharded",
         },
         {
@@ -148,7 +146,7 @@ def _cases() -> list[dict[str, Any]]:
     return [{"steps": _STEPS if _is_long(case["name"]) else _FEW, **case} for case in cases]
 
 
-_STEPS, _FEW = 12, 3
+_STEPS, _FEW = 12, 2
 
 
 def _is_long(name: str) -> bool:
@@ -183,7 +181,6 @@ def _document_cases() -> list[dict[str, Any]]:
             "layout": LAYOUTS["tp2"],
             "compile": True,
             **with_documents,
-            "steps": 2,
         },
         {
             "name": "sabotage-documents",

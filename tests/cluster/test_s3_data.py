@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import JOB, Run, records
+from conftest import ONE_NODE, Run, records
 from moto_server import Disturbance, Line, MotoServer
 from seatrial.base.errors import InputError
 from seatrial.data.chunks import CHUNK_BYTES
@@ -161,7 +161,7 @@ def streaming(
     monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
 
     def write(changes: str = "") -> None:
-        text = JOB.replace('train = "corpus"', f'train = "{s3_url}/corpus"\n{changes}')
+        text = ONE_NODE.replace('train = "corpus"', f'train = "{s3_url}/corpus"\n{changes}')
         (folder / "job.toml").write_text(text)
 
     return write
@@ -178,7 +178,7 @@ def test_a_run_trains_on_it_as_on_a_folder(
     code, _, err = start().wait()
     assert code == 0, err
     streamed = _losses(folder)
-    text = JOB.replace('train = "corpus"', f'train = "{tmp_path / "prepared"}"')
+    text = ONE_NODE.replace('train = "corpus"', f'train = "{tmp_path / "prepared"}"')
     (folder / "job.toml").write_text(text)
     code, _, err = start("--fresh").wait()
     assert code == 0, err
