@@ -60,6 +60,36 @@ def counted(layout: Layout, joined: int, each: dict[str, list[float]]) -> dict[s
     return {name: n / layout.world_size for name, n in leaves.items()}
 
 
+@pytest.mark.parametrize("per_node", [4, 8])
+@pytest.mark.parametrize("nodes", [2, 3, 4, 6])
+def test_groups_stay_on_their_rails_unless_a_border_cuts_them(nodes: int, per_node: int) -> None:
+    """So a network whose switches each join the cards of one rail carries what one with a single switch does.
+
+    Where a domain's border cuts a group, it counts as if it had only its smallest part there: fewer cards than it has.
+    """
+    cluster, rails = Cluster(H100, nodes, per_node, NDR), 0
+    for stride, size in product(range(1, cluster.gpus + 1), repeat=2):
+        if cluster.gpus % (stride * size) or (per_node % stride and stride % per_node):
+            continue
+        at, cut = (
+            group(cluster, stride=stride, size=size),
+            stride * size % per_node and per_node % (stride * size),
+        )
+        for first in (b + s for b in range(0, cluster.gpus, stride * size) for s in range(stride)):
+            ranks = range(first, first + stride * size, stride)
+            cards = [
+                {r % per_node for r in ranks if r // per_node == node}
+                for node in {r // per_node for r in ranks}
+            ]
+            if cut:
+                assert at.per_domain <= min(map(len, cards))
+            else:
+                assert all(c == cards[0] for c in cards)
+                assert (at.domains, at.per_domain) == (len(cards), len(cards[0]))
+                rails += len(cards) > 1
+    assert rails
+
+
 @pytest.mark.parametrize(("sizes", "nodes", "per_node", "domain"), LAYOUTS)
 def test_what_leaves_a_domain_is_counted(
     sizes: tuple[int, int, int, int], nodes: int, per_node: int, domain: int | None

@@ -15,7 +15,7 @@ from seatrial.plan.cost.kernels import MEMORY_SHARE, MEMORY_SOURCE, PROCESSORS_S
 from seatrial.plan.cost.memory import FRAGMENTATION, FRAGMENTATION_SOURCE, GIB, RUNTIME_SOURCE, Memory, memory
 from seatrial.plan.cost.memory_fit import SURE, MemoryFit, judge, shipped_errors
 from seatrial.plan.cost.stacks import Stack, stacks
-from seatrial.plan.cost.step import Parts, Traffic, step_parts, traffic
+from seatrial.plan.cost.step import SLOWER_BY_DOUBLING, SLOWER_SOURCE, Parts, Traffic, step_parts, traffic
 from seatrial.plan.model.cluster import Cluster
 from seatrial.plan.model.recipe import Recipe
 
@@ -158,6 +158,9 @@ def _provenance(cluster: Cluster, stack: Stack, pace: Pace) -> tuple[str, ...]:
     if cluster.gpu.best_bf16_tflops is None:
         entries.append("GEMMs: no measurement of this GPU; 0.75 of its peak is assumed")
     entries.append(f"processors: {PROCESSORS_SOURCE}")
+    entries.append(
+        f"stragglers: kernels are {SLOWER_BY_DOUBLING:.1%} slower with every doubling of the GPUs, {SLOWER_SOURCE}"
+    )
     entries.append(
         f"operators bound by memory: {MEMORY_SHARE} of the data sheet's bandwidth, {MEMORY_SOURCE}"
     )

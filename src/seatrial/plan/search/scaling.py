@@ -18,6 +18,7 @@ from seatrial.plan.cost.calibration import Calibration
 from seatrial.plan.cost.kernels import UnknownSpeedError
 from seatrial.plan.cost.predict import Prediction, capacity, predict
 from seatrial.plan.cost.stacks import Stack
+from seatrial.plan.cost.step import SLOWER_BY_DOUBLING
 from seatrial.plan.model.cluster import Cluster
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.search.legal import refusal
@@ -264,9 +265,9 @@ def _assumes(cluster: Cluster, mode: Mode) -> tuple[str, ...]:
     entries: tuple[str, ...] = ()
     if cluster.network is not None:
         entries += (
-            f"every node has the full {cluster.network.name} rate at every size: no oversubscription, no other traffic",
+            f"every node has the same rate at every size and no other traffic: {cluster.network.name}",
         )
-    entries += ("no stragglers, no jitter",)
+    entries += (f"stragglers cost {SLOWER_BY_DOUBLING:.1%} with every doubling, not more",)
     if mode == "weak":
         entries += ("a larger global batch may need other learning rates: tokens/s is not progress",)
     return entries
