@@ -140,7 +140,7 @@ def test_a_topology_of_other_names_is_refused_and_gaps_are_told(
     )
     Path("t.conf").write_text("SwitchName=s1 Nodes=a,c\n")
     assert main(["check", "--nodes", "a,b,c", "--topology", "t.conf"]) == 1
-    assert "warning: t.conf does not know 1 of 3 hosts: b" in capsys.readouterr().err
+    assert "warning: t.conf does not list 1 of 3 hosts: b" in capsys.readouterr().err
 
 
 def test_without_anything_it_is_this_node(bench: Bench) -> None:

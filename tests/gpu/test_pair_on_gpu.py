@@ -39,7 +39,7 @@ def agent_pool() -> Iterator[AgentPool]:
 
 
 def play(agent_pool: AgentPool, *worlds: RankGroup) -> list[Outcome]:
-    return Ranks(agent_pool, agent_pool.hosts, ["a", "b"], "cuda").play(worlds, SECONDS, 300.0)
+    return Ranks(agent_pool, agent_pool.hosts, ["a", "b"], "cuda").run(worlds, SECONDS, 300.0)
 
 
 def test_one_rank_sums_rightly_and_nccl_says_its_part(agent_pool: AgentPool) -> None:

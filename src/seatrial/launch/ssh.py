@@ -23,14 +23,14 @@ from seatrial.base import process
 from seatrial.base.errors import InputError
 from seatrial.check.live.agent_pool import AgentPool
 from seatrial.check.live.hosts import Host, ssh_hosts
-from seatrial.control.agent.here import ssh_route
+from seatrial.control.agent.local_settings import ssh_route
 from seatrial.control.agent.spec import AUTO, WORKER_MODULE, AgentSpec, spec_of
 from seatrial.hardware.devices import choose_device
 from seatrial.job.finding import RuleViolation
 from seatrial.job.schema import ClusterSection
 from seatrial.launch.agents import AgentHandle, start_agent
+from seatrial.launch.attended import attend
 from seatrial.launch.base import Outcome
-from seatrial.launch.gather import attend
 from seatrial.record.filesystem import check_token
 from seatrial.record.folder import RunFolder
 

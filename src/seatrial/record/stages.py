@@ -224,7 +224,7 @@ def _packed(records: bytes, size: int, least_s: float) -> bytes:
     words = np.frombuffer(records, "<u4").reshape(-1, size // 4)
     first = int(words[:, 0].min())
     mean_s = float(words[:, 1:].view("<f4").sum(axis=1).mean())
-    # By powers of two and a hash of the step: ranks agree even if their clocks do not, and no rhythm of saves is met.
+    # By powers of two and a hash of the step: ranks agree even if their clocks do not, and periodic saves do not bias it.
     one_in = 2 ** max(0, math.ceil(math.log2(least_s / max(mean_s, 1e-6))))
     words = words[words[:, 0] * np.uint32(0x9E3779B1) < (1 << 32) / one_in].copy()
     # 11 of float32's 23 bits of fraction: the others are noise, which does not compress.

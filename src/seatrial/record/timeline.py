@@ -183,7 +183,7 @@ class _Sweep:
                 self._train(event.generation)
             elif event.kind in _BEFORE_STEPS:
                 self._train(event.generation - 1)
-            self._take(event)
+            self._on_event(event)
             if event.kind not in _OPENING:
                 self._seen = max(self._seen, event.time)
         self._train(None)
@@ -223,7 +223,7 @@ class _Sweep:
 
     # -- events
 
-    def _take(self, event: Event) -> None:
+    def _on_event(self, event: Event) -> None:
         match event.kind:
             case "run_started":
                 self._start(event)

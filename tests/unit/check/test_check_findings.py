@@ -7,7 +7,7 @@ import pytest
 from seatrial.check.judging.findings import Finding, Target, codes, explain, worst
 from seatrial.check.outputs.smi_query_judge import TOOLS
 from seatrial.check.outputs.tool import Context as Known
-from seatrial.check.outputs.tool import Lines, ParseError, evidence, left_over, lines_of
+from seatrial.check.outputs.tool import Lines, ParseError, evidence, lines_of, unclaimed_findings
 from seatrial.check.ranges import listed
 
 
@@ -95,8 +95,8 @@ def test_lists_and_places_stay_short() -> None:
 
 
 def test_leftover_lines_are_shown_without_control_characters() -> None:
-    assert left_over(Lines([]), "f", Known(), "tool") == []
-    (said,) = left_over(Lines([(4, "Li\x1b[2Jnk"), (9, "x")]), "f", Known(), "tool")
+    assert unclaimed_findings(Lines([]), "f", Known(), "tool") == []
+    (said,) = unclaimed_findings(Lines([(4, "Li\x1b[2Jnk"), (9, "x")]), "f", Known(), "tool")
     assert said.verdict == "UNJUDGED"
     assert "2 lines not recognised, the first: 'Li?[2Jnk'" in said.why_unjudged
     assert said.evidence == ("f:4", "f:9")

@@ -167,15 +167,15 @@ def test_links_that_flap_in_a_long_log() -> None:
 
 def test_every_significant_log_line_has_a_filter_keyword() -> None:
     samples = [line for p in FIXTURES.iterdir() for line in p.read_text().splitlines()]
-    telling = [line for line in samples if kernel_text.is_relevant(line)]
-    assert len(telling) > 20
-    assert all(any(word in line.lower() for word in WORDS) for line in telling)
+    relevant = [line for line in samples if kernel_text.is_relevant(line)]
+    assert len(relevant) > 20
+    assert all(any(word in line.lower() for word in WORDS) for line in relevant)
     assert not any(c.isdigit() for word in WORDS for c in word), (
         "digits are all alike where lines are looked at"
     )
-    many = [*telling, *samples] * 10
+    many = [*relevant, *samples] * 10
     assert len(many) > 1000
-    assert kernel_text.quiet_of(many)[: len(telling)] == [False] * len(telling)
+    assert kernel_text.quiet_of(many)[: len(relevant)] == [False] * len(relevant)
     assert kernel_text.quiet_of(many) == [q for x in many for q in kernel_text.quiet_of([x])]
 
 

@@ -31,7 +31,7 @@ class Watch:
         resilience = ResilienceSection(hang_min_s=10.0, hang_factor=5.0, first_step_s=100.0)
         recorder = Recorder(self.folder, 1, Lease(1, 0, "127.0.0.1", 1, 0.0))
         self.hangs = HangWatch(resilience, self._send, recorder, last_step=50)
-        self.hangs.began(0.0)
+        self.hangs.generation_started(0.0)
 
     def _send(self, node: int, message: msg.ToAgent) -> bool:
         if node not in self.gone:
@@ -186,10 +186,10 @@ def test_ranks_that_wait_for_the_storage_do_not_hang(watch: Watch, told_first: b
 
 def test_while_nothing_is_expected_nothing_counts(watch: Watch) -> None:
     now = watch.steps(1, 5, 0.0)
-    watch.hangs.ended()
+    watch.hangs.generation_ended()
     assert not watch.hangs.progress(3, now + 1.0)
     assert not watch.hangs.progress(6, now + 1.0)
     assert watch.tick(now + 1000.0) == []
     assert not watch.hangs.watching
-    watch.hangs.began(now + 1000.0)
+    watch.hangs.generation_started(now + 1000.0)
     assert watch.hangs.progress(4, now + 1001.0), "another generation may begin at an earlier step"

@@ -333,7 +333,7 @@ def test_of_those_that_do_not_come_the_dead_are_known_at_once(pump: Pump) -> Non
     awaited = Awaited(pump, {0: ("127.0.0.1", port), 1: here, 2: ("127.0.0.1", frozen.port), 3: here})
     pump.until(lambda: awaited.lost)
     assert awaited.lost == [(0, True)]
-    awaited.rejoin_probe.came(3)
+    awaited.rejoin_probe.joined(3)
     pump.until(lambda: living.hellos)
     assert living.hellos[0] == msg.encode(msg.Probe(LEASE))
     assert len(awaited.lost) == 1

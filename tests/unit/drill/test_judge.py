@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from seatrial.drill.evidence import Evidence, Terms, read_evidence
+from seatrial.drill.evidence import Criteria, Evidence, read_evidence
 from seatrial.drill.expectation import Expectation
 from seatrial.drill.injection import Injection
 from seatrial.drill.judge import Judgement, judge, unjudged
@@ -61,8 +61,8 @@ class Story:
     ledger: list[LedgerRecord] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     injections: list[Injection] = field(default_factory=list)
-    terms: Terms = field(
-        default_factory=lambda: Terms(
+    criteria: Criteria = field(
+        default_factory=lambda: Criteria(
             STEPS, BATCH, 3, 4, {s: (loss(s), 2.0 / s) for s in range(1, STEPS + 1)}
         )
     )
@@ -108,7 +108,7 @@ class Story:
         return read_evidence(self.folder, self.injections, **(seen | self.more))
 
     def judged(self, expected: Expectation = RANK_KILLED) -> Judgement:
-        return judge(expected, self.evidence(), self.terms)
+        return judge(expected, self.evidence(), self.criteria)
 
 
 @pytest.fixture
@@ -266,7 +266,7 @@ def test_a_line_that_is_no_record_fails(story: Story) -> None:
     with open(story.folder.metrics, "a") as file:
         file.write("{oops}\n")
     again = read_evidence(story.folder, story.injections, exits=[0], left=[], weights=evidence.weights)
-    assert judge(RANK_KILLED, again, story.terms).verdict == "FAIL"
+    assert judge(RANK_KILLED, again, story.criteria).verdict == "FAIL"
 
 
 def test_a_node_that_must_go_and_stays(story: Story) -> None:

@@ -197,7 +197,7 @@ def test_header(folder: RunFolder, tmp_path: Path) -> None:
         device="cpu",
         device_reason="no CUDA device here",
         data_summary="builtin:python-library, 9.9M tokens",
-        notes=["moved the old run aside: a is now b"],
+        notes=["renamed the old run: a is now b"],
         resume_step=50,
     )
     text = out.getvalue()
@@ -211,7 +211,7 @@ def test_header(folder: RunFolder, tmp_path: Path) -> None:
         f"every {job.checkpoint.every_steps} steps",
         str(folder.path),
         "resumes, newest checkpoint step 50, generation 3",
-        "moved the old run aside: a is now b",
+        "renamed the old run: a is now b",
     ):
         assert piece in text
     assert all(len(line) <= 80 for line in text.splitlines() if str(folder.path) not in line)

@@ -98,13 +98,13 @@ def split(lines: Lines) -> tuple[list[tuple[Lines, re.Pattern[str] | None]], lis
 
 @cache
 def _logs() -> tuple[re.Pattern[str], ...]:
-    return tuple(tool.each for tool in tools() if tool.each is not None)
+    return tuple(tool.log_line for tool in tools() if tool.log_line is not None)
 
 
 @cache
 def _beginnings() -> tuple[re.Pattern[str], tuple[re.Pattern[str], ...]]:
-    """A combined pattern as a fast test, and all `begins` patterns, each once."""
-    every = tuple(dict.fromkeys(tool.begins for tool in tools() if tool.begins is not None))
+    """A combined pattern as a fast test, and all `first_line` patterns, each once."""
+    every = tuple(dict.fromkeys(tool.first_line for tool in tools() if tool.first_line is not None))
     return re.compile("|".join(f"(?:{re.sub('[?]P<(?:id|device)>', '?:', p.pattern)})" for p in every)), every
 
 

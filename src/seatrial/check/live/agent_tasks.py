@@ -51,12 +51,12 @@ class Task:
         process.signal_group(self.pid, signal.SIGKILL)
 
     @property
-    def complaint(self) -> str:
+    def stderr_tail(self) -> str:
         """The end of its stderr, as one line."""
-        return last_words(bytes(self.err))
+        return last_lines(bytes(self.err))
 
 
-def last_words(data: bytes) -> str:
+def last_lines(data: bytes) -> str:
     """The last lines of `data` as one printable line of at most 300 characters."""
     lines = [line.strip() for line in data.decode("utf-8", "replace").splitlines() if line.strip()]
     text = " / ".join(lines[-3:])[-300:]

@@ -109,7 +109,7 @@ class Run:
         verb = self.verb.lower().removeprefix("rdma_").split("_")[0] or "?"
         return f"ib_{verb}_{'lat' if self.kind == 'latency' else 'bw'}"
 
-    def torn(self, problem: str, line: int | None) -> Run:
+    def with_damage(self, problem: str, line: int | None) -> Run:
         """Copy of this run with one more problem in `damage`."""
         return replace(self, damage=(*self.damage, (problem, line)))
 

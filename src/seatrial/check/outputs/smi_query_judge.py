@@ -41,7 +41,7 @@ class GpuJudge:
         self.target = Target(node=context.node, gpu=index, pci=self.gpu.pci)
 
     def places(self, *names: str) -> tuple[str, ...]:
-        """Where these fields, or keys of fields, stand."""
+        """The places of these fields, or keys of fields."""
         return _places(self.states, sorted(self.gpu.lines[name] for name in names if name in self.gpu.lines))
 
     def finding(
@@ -295,7 +295,7 @@ def judge(states: GpuStates, context: Context) -> list[Finding]:
 
 
 def _places(states: GpuStates, lines: Iterable[int | None]) -> tuple[str, ...]:
-    """Lines of the text; the whole of what is no text."""
+    """The places of these lines; the whole file if it is not text."""
     return evidence(states.file, (n for n in lines if n is not None)) if states.printed else (states.file,)
 
 
@@ -327,4 +327,6 @@ def _read(lines: Lines, file: str) -> GpuStates:
     return states_of(query, lambda gpu: damage(gpu, query.whole))
 
 
-TOOLS: tuple[Tool[GpuStates], ...] = (Tool("nvidia-smi -q", matches, _read, judge, inventory, begins=BEGINS),)
+TOOLS: tuple[Tool[GpuStates], ...] = (
+    Tool("nvidia-smi -q", matches, _read, judge, inventory, first_line=BEGINS),
+)

@@ -110,7 +110,7 @@ def _group(group: Sequence[Finding], width: int, shown: set[tuple[str, str]]) ->
         yield from _wrapped(
             blank, f"peers     median {first.peers_median:.4g} {first.unit}: {first.deviation:+.0%}", width
         )
-    if (seen := places(group)) and not told_already(first):
+    if (seen := places(group)) and not contains_evidence(first):
         yield from _wrapped(blank, f"evidence  {seen}", width)
     if first.action:
         again = (first.code, first.action) in shown
@@ -129,7 +129,7 @@ def message(finding: Finding) -> str:
     return finding.message.removeprefix(f"{place(finding)}: ")
 
 
-def told_already(finding: Finding) -> bool:
+def contains_evidence(finding: Finding) -> bool:
     """Whether the message already contains the evidence, as that of a blame does."""
     return all(e in finding.message for e in finding.evidence)
 

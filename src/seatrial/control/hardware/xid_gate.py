@@ -71,14 +71,14 @@ class XidGate:
         """The signals that are due."""
         ready = [w for w in self._waiting if w.due <= now]
         self._waiting = [w for w in self._waiting if w.due > now]
-        return list(self._give(ready, now))
+        return list(self._emit(ready, now))
 
     @property
     def deadline(self) -> float | None:
         """When `due` will have something; None if nothing waits."""
         return min((w.due for w in self._waiting), default=None)
 
-    def _give(self, ready: Iterable[_Waiting], now: float) -> Iterable[GatedSignal]:
+    def _emit(self, ready: Iterable[_Waiting], now: float) -> Iterable[GatedSignal]:
         for waiting in ready:
             message = waiting.message
             companions = self._companions(message, now)

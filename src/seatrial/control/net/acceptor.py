@@ -51,16 +51,16 @@ class Acceptor:
         progress = incoming.advance()
         if progress == "wait":
             return
-        self._let_go(incoming)
+        self._forget(incoming)
         if progress == "ready":
             self._proven(incoming)
         else:
             incoming.close()
 
     def _refuse(self, incoming: Incoming) -> None:
-        self._let_go(incoming)
+        self._forget(incoming)
         incoming.close()
 
-    def _let_go(self, incoming: Incoming) -> None:
+    def _forget(self, incoming: Incoming) -> None:
         self._waiting.remove(incoming)
         self._unwatch(incoming)

@@ -12,7 +12,7 @@ from seatrial.job.schema import ClusterSection
 from seatrial.record.inputs import frozen, job_of
 
 
-def settled(spec: AgentSpec, environment: Mapping[str, str]) -> AgentSpec:
+def resolve_auto(spec: AgentSpec, environment: Mapping[str, str]) -> AgentSpec:
     """`spec` with the device, address and interface of this host in place of `AUTO`. Raises InputError."""
     if spec.address != AUTO:
         return spec
