@@ -128,7 +128,7 @@ def test_the_outcome_is_what_the_coordinator_said(launch: Begin) -> None:
         assert launch([outcome(code), BYE], [outcome(code), BYE]).follow() == Outcome(code)
 
 
-def test_an_agent_that_dies_is_noted_and_the_others_go_on(launch: Begin, tmp_path: Path) -> None:
+def test_a_killed_agent_is_recorded_and_the_others_continue(launch: Begin, tmp_path: Path) -> None:
     run = launch([{"wait": "go"}, outcome(), BYE], [{"spawn": str(tmp_path / "pid")}, "die"])
     left: list[bool] = []
 
@@ -184,7 +184,7 @@ def test_the_failure_of_a_lost_node_says_how_its_agent_ended(launch: Begin) -> N
     assert (failure.hint, failure.tail) == ("max_restarts is 0", "an agent says hello")
 
 
-def test_a_ranks_failure_is_told_as_the_coordinator_tells_it(launch: Begin, tmp_path: Path) -> None:
+def test_a_rank_s_failure_is_reported_by_the_coordinator(launch: Begin, tmp_path: Path) -> None:
     log = tmp_path / "rank3.log"
     log.write_text("first\nlast\n")
     told = outcome(
@@ -197,7 +197,7 @@ def test_a_ranks_failure_is_told_as_the_coordinator_tells_it(launch: Begin, tmp_
     assert (failure.tail, failure.hint, failure.log) == ("first\nlast", "do otherwise", str(log))
 
 
-def test_an_outcome_of_a_term_that_is_over_is_not_believed(launch: Begin) -> None:
+def test_an_outcome_of_an_old_term_is_ignored(launch: Begin) -> None:
     run = launch([outcome(1, term=1, node=0), BYE], [{"wait": "go"}, outcome(0, term=2), BYE])
     run.folder.control.mkdir(exist_ok=True)
     Leases(run.folder.leases).claim(Lease(2, 1, "127.0.0.1", 1, 0.0), 3.0)
@@ -244,7 +244,7 @@ def test_what_a_signal_asks_for(launch: Begin, signum: int, why: str) -> None:
 
 
 @pytest.mark.parametrize("said", [{"outcome": {"exit_code": 0}}, {"bye": 1}, {"hello": {}}])
-def test_an_agent_that_talks_nonsense_is_killed(
+def test_an_agent_with_a_protocol_error_is_killed(
     launch: Begin, capfd: pytest.CaptureFixture[str], said: dict[str, Any]
 ) -> None:
     run = launch([{"wait": "record"}, outcome(), BYE], [{"say": said}, "hang"])
@@ -300,14 +300,14 @@ def test_the_last_node_comes_back(launch: Begin) -> None:
     assert run.follow() == Outcome(0)
 
 
-def test_nobody_comes_back_once_there_is_an_outcome(launch: Begin) -> None:
+def test_no_agent_is_restarted_after_the_outcome(launch: Begin) -> None:
     run = launch([{"wait": "go"}, outcome(), BYE], ["die"], returns=lambda _: 60.0)
     run.once_ended(1, lambda: run.say(0, {"go": 1}))
     assert run.follow() == Outcome(0)
     assert run.started == [0, 1]
 
 
-def test_a_run_that_nobody_comes_back_to_ends(launch: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_whose_agents_keep_dying_ends(launch: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attended, "_NONE_LEFT_S", 0.5)
     run = launch(["die"], again={0: [[{"exit": 3}]] * 100}, returns=lambda _: 0.1)
     result = run.follow()

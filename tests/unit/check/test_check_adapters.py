@@ -59,7 +59,7 @@ def test_the_commands() -> None:
 
 
 @given(st.text(max_size=300))
-def test_no_message_breaks_out_of_a_command(message: str) -> None:
+def test_no_message_escapes_the_quotes_of_a_command(message: str) -> None:
     found = Finding("NET001", "FAIL", Target(node="n2", port=message[:20]), message)
     for scheduler in ("slurm", "kubernetes"):
         (order,) = orders(scheduler, {"n2": found})
@@ -108,7 +108,7 @@ def taints(*nodes: str) -> list[Order]:
     return orders("kubernetes", {n: Finding("BLM001", "FAIL", Target(node=n, gpu=2), "gone") for n in nodes})
 
 
-def test_each_node_is_tainted_and_told(kubectl: Path) -> None:
+def test_each_node_is_tainted_and_reported(kubectl: Path) -> None:
     behave(kubectl, 'echo "node/$3 tainted"')
     lines: list[str] = []
     done = run_orders(taints("n1", "n2"), lines.append)
@@ -120,7 +120,7 @@ def test_each_node_is_tainted_and_told(kubectl: Path) -> None:
     assert lines[0].endswith(": node/n1 tainted")
 
 
-def test_one_that_fails_is_told_and_keeps_no_other(kubectl: Path) -> None:
+def test_a_failed_command_is_reported_and_the_others_run(kubectl: Path) -> None:
     behave(
         kubectl, 'case "$3" in n1) echo "Error from server (NotFound): nodes n1 not found" >&2; exit 1;; esac'
     )

@@ -26,11 +26,11 @@ def finding(verdict: str, **fields: object) -> Finding:
         (["WARN", "FAIL", "UNJUDGED"], "FAIL"),
     ],
 )
-def test_the_worst_verdict_counts_and_nothing_is_no_pass(said: list[str], verdict: str) -> None:
+def test_the_worst_verdict_counts_and_nothing_does_not_pass(said: list[str], verdict: str) -> None:
     assert worst(finding(v) for v in said) == verdict
 
 
-def test_unjudged_says_why_and_nothing_else_does() -> None:
+def test_only_unjudged_findings_have_a_reason() -> None:
     assert Finding("GPU001", "UNJUDGED", Target(), "text").why_unjudged == "text"
     assert finding("UNJUDGED").why_unjudged != "text"
     with pytest.raises(AssertionError, match="why_unjudged"):

@@ -27,7 +27,7 @@ from seatrial.check.live.reach import cut_off, partners, reach
 
 @settings(max_examples=40)
 @given(st.integers(3, 64), st.data())
-def test_one_that_is_cut_off_is_found_and_nobody_else(nodes: int, data: st.DataObject) -> None:
+def test_only_the_host_that_is_cut_off_is_found(nodes: int, data: st.DataObject) -> None:
     lost = data.draw(st.integers(0, nodes - 1))
     tries = partners(range(nodes))
     reached = [(a, b) for a, others in tries.items() for b in others if lost not in (a, b)]
@@ -35,14 +35,14 @@ def test_one_that_is_cut_off_is_found_and_nobody_else(nodes: int, data: st.DataO
     assert max(len(others) for others in tries.values()) <= nodes.bit_length()
 
 
-def test_without_a_part_larger_than_half_nobody_is_cut_off() -> None:
+def test_without_a_majority_no_host_counts_as_cut_off() -> None:
     assert cut_off([0, 1], []) == set()
     assert cut_off([0, 1, 2, 3], [(0, 1), (2, 3)]) == set()
     assert cut_off([0, 1, 2, 3], [(0, 1), (1, 2)]) == {3}
     assert cut_off([], []) == set()
 
 
-def test_one_connection_that_fails_cuts_nobody_off() -> None:
+def test_one_failed_connection_cuts_no_host_off() -> None:
     tries = partners(range(8))
     pairs = [(a, b) for a, others in tries.items() for b in others]
     for failed in pairs:
@@ -71,7 +71,7 @@ def group(*members: int, ranks: int = 1, **more: Any) -> RankGroup:
     return RankGroup(members, ((0,) if ranks == 1 else tuple(range(ranks)),) * len(members), **more)
 
 
-def test_worlds_on_one_machine_take_turns_and_others_do_not() -> None:
+def test_groups_on_one_machine_run_one_after_another() -> None:
     worlds = [group(0, 1), group(2, 3), group(4, 5)]
     assert batches(worlds, ["a", "b", "c", "d", "e", "f"]) == [[0, 1, 2]]
     assert batches(worlds, ["a", "b", "b", "c", "d", "e"]) == [[0, 2], [1]]
@@ -93,7 +93,7 @@ def sums(*seconds: float, wrong: int = 0) -> list[dict[str, Any]]:
 WAYS = ((0, 1, 0), (1, 0, 1))
 
 
-def test_what_two_ranks_say_is_one_result() -> None:
+def test_replies_of_two_ranks_become_one_result() -> None:
     one = {"flows": [rate(1, 0, 8.0)], "all_reduce": sums(1e-6, 3e-6, 2e-6)}
     other = {"flows": [rate(0, 1, 9.0)], "all_reduce": sums(2e-6, 1e-6, 2e-6)}
     pair = group(4, 7, flows=WAYS)
@@ -137,7 +137,7 @@ def test_what_was_measured_before_a_failure_counts() -> None:
     assert result.silent == {7: "its agent was killed by SIGKILL"}
 
 
-def test_a_world_whose_first_rank_fails_is_not_whole() -> None:
+def test_a_group_whose_first_rank_fails_is_incomplete() -> None:
     assert not outcome(group(4, 7), {4: told(0, failed="x")}).whole
     assert not outcome(group(4, 7), {4: told(0)}).whole  # the other one was never asked
 
@@ -147,7 +147,7 @@ def test_an_all_reduce_without_all_ranks_is_none() -> None:
     assert result.sums == []
 
 
-def test_wrong_sums_are_told_with_who_took_part() -> None:
+def test_wrong_sums_are_reported_with_all_members() -> None:
     bad = Outcome(group(0, 1), sums=[Sum(4096, 1e-3, 3, 5)])
     (finding,) = live_judge._wrong([bad], ["a", "b"])
     assert (finding.code, finding.verdict, finding.measured) == ("LIV006", "FAIL", 5)
@@ -201,7 +201,7 @@ def test_client_command_differs_only_by_the_server_address() -> None:
 # -- NCCL's lines
 
 
-def test_of_ncclls_log_only_what_tells_the_way_is_kept() -> None:
+def test_only_topology_lines_of_nccl_s_log_are_kept() -> None:
     text = (
         "node1:11:11 [0] NCCL INFO Bootstrap : Using eth0\n"
         "node1:11:12 [0] NCCL INFO Using network IB\n"
@@ -345,7 +345,7 @@ def test_two_nodes_have_no_peers() -> None:
     assert {f.verdict for f in live_judge.pairs(case, [], "gloo")} == {"UNJUDGED"}
 
 
-def test_the_planners_rates_say_what_they_mean() -> None:
+def test_the_rates_for_the_planner_have_their_meaning() -> None:
     bench = FewHosts([1.0] * 4)
     report = localise(bench, names(bench))
     flows = {"flows": [rate(1, 0, 8.0), rate(0, 1, 9.0)], "all_reduce": sums(2e-6)}

@@ -311,7 +311,7 @@ def test_slow_port_of_an_unknown_adapter_is_not_ignored() -> None:
     assert faults(report(strange)) == ["UNJUDGED NET002 mlx5_3/1"]
 
 
-def test_a_gpu_that_is_on_the_bus_and_not_in_the_driver_is_told() -> None:
+def test_a_gpu_on_the_bus_but_not_in_the_driver_is_reported() -> None:
     """Of the same node lspci shows four GPUs and nvidia-smi three."""
     bus = (FIXTURES / "lspci_four.txt").read_text()
     driver = "index, count, name\n" + "".join(f"{n}, 3, NVIDIA A10\n" for n in range(3))

@@ -83,7 +83,7 @@ def test_a_process_that_computes_is_busy(child: Callable[..., tuple[int, Path]])
     until(Observation(pid, log), lambda e: "in spin" in e.stack)  # by now it spins for certain
 
 
-def test_a_stopped_process_is_stopped_and_says_nothing(child: Callable[..., tuple[int, Path]]) -> None:
+def test_a_stopped_process_is_recognised_and_does_not_answer(child: Callable[..., tuple[int, Path]]) -> None:
     pid, log = child(spin)
     os.kill(pid, signal.SIGSTOP)
     os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)

@@ -125,14 +125,14 @@ def test_steps_that_are_done_again_after_a_rollback_are_progress(watch: Watch) -
     assert watch.kinds() == []
 
 
-def test_the_same_step_again_is_no_progress(watch: Watch) -> None:
+def test_the_same_step_again_is_not_progress(watch: Watch) -> None:
     now = watch.steps(1, 5, 0.0)
     assert not watch.hangs.progress(5, now + 1.0)
     assert not watch.hangs.progress(0, now + 2.0), "some node has not done any yet"
     assert watch.hangs.deadline == now + 10.0
 
 
-def test_a_long_validation_is_no_hang_and_one_in_it_is_found(watch: Watch) -> None:
+def test_a_long_validation_is_no_hang_but_a_hang_in_it_is_found(watch: Watch) -> None:
     now = watch.steps(1, 5, 0.0)
     watch.hangs.validating((5, 0), now)  # none
     assert watch.hangs.deadline == now + 10.0

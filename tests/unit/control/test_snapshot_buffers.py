@@ -53,7 +53,7 @@ def steps(snapshot_buffers: SnapshotBuffers) -> list[tuple[int, int, bool]]:
     return [(h["rank"], h["step"], h["own"]) for h in snapshot_buffers.held()]
 
 
-def test_a_leg_is_told_what_its_files_hold_of_it(snapshot_buffers: SnapshotBuffers) -> None:
+def test_a_generation_spec_lists_the_rank_s_own_snapshots(snapshot_buffers: SnapshotBuffers) -> None:
     assert snapshot_buffers.entries_for(0, 0, PLAIN) == []
     own(snapshot_buffers, 0, 0, rank=0, step=10)
     newer = own(snapshot_buffers, 0, 1, rank=0, step=20)
@@ -72,7 +72,7 @@ def test_a_leg_is_told_what_its_files_hold_of_it(snapshot_buffers: SnapshotBuffe
     assert [e["step"] for e in snapshot_buffers.entries_for(1, 1, PLAIN)] == [20]
 
 
-def test_a_leg_is_told_of_a_replicas_state_in_its_files(snapshot_buffers: SnapshotBuffers) -> None:
+def test_a_generation_spec_lists_a_replica_s_snapshots(snapshot_buffers: SnapshotBuffers) -> None:
     layout = Layout(replicate=2)
     key = layout_key(layout.as_dict())
     own(snapshot_buffers, 0, 0, rank=1, step=10, layout=key)
@@ -80,7 +80,7 @@ def test_a_leg_is_told_of_a_replicas_state_in_its_files(snapshot_buffers: Snapsh
     assert (entry["rank"], entry["step"]) == (1, 10)
 
 
-def test_what_is_being_written_over_is_not_there(snapshot_buffers: SnapshotBuffers) -> None:
+def test_a_snapshot_being_overwritten_is_not_listed(snapshot_buffers: SnapshotBuffers) -> None:
     own(snapshot_buffers, 0, 0, step=10)
     own(snapshot_buffers, 0, 1, step=20)
     Filling(snapshot_buffers.fds(0)[0], 99)
@@ -225,7 +225,7 @@ def test_the_newest_state_that_is_whole() -> None:
     assert newest_common({}, PLAIN, 2) is None
 
 
-def test_a_node_that_is_gone_is_made_up_for_by_its_copy() -> None:
+def test_a_lost_node_is_replaced_by_its_copy() -> None:
     held = {n: [entry(n, 30), entry((n + 1) % 3, 30, own=False)] for n in range(3)}
     for gone in range(3):
         rest = {n: entries for n, entries in held.items() if n != gone}
@@ -258,7 +258,7 @@ ENTRIES = st.lists(
 
 
 @given(st.dictionaries(st.integers(0, 4), ENTRIES, max_size=5), st.integers(1, 4))
-def test_it_names_all_that_have_it_and_nobody_else(held: dict[int, list[dict[str, Any]]], world: int) -> None:
+def test_it_names_exactly_the_nodes_that_have_it(held: dict[int, list[dict[str, Any]]], world: int) -> None:
     found = list(common(held, PLAIN, world))
     moments = [(g, s) for g in (2, 1) for s in (20, 10)]
     expected = []

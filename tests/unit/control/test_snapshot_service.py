@@ -128,7 +128,7 @@ def quiet(node: Node) -> bool:
     return not node.snapshot_service._moving
 
 
-def test_a_snapshot_is_told_and_copied_to_the_buddy(nodes: tuple[Node, Node], pump: Pump) -> None:
+def test_a_snapshot_is_reported_and_copied_to_the_buddy(nodes: tuple[Node, Node], pump: Pump) -> None:
     here, there = nodes
     here.order(1, buddy=there)
     assert here.started == [1], "nothing to wait for"
@@ -312,7 +312,7 @@ def test_without_a_process_to_be_had_the_run_goes_on(
     pump.until(lambda: (1, 10, False) in there.held())
 
 
-def test_nonsense_from_a_rank_is_said_to_be_so(nodes: tuple[Node, Node]) -> None:
+def test_an_invalid_snapshot_message_of_a_rank_is_refused(nodes: tuple[Node, Node]) -> None:
     here, _ = nodes
     snapshot = put(here.snapshot_service.fds()[0][0])
     with pytest.raises(ValueError, match="not a snapshot"):
@@ -321,7 +321,7 @@ def test_nonsense_from_a_rank_is_said_to_be_so(nodes: tuple[Node, Node]) -> None
         here.snapshot_service.rank_filled(0, filled(snapshot, 2))
 
 
-def test_a_greeting_that_is_no_snapshot_is_shown_out(nodes: tuple[Node, Node], pump: Pump) -> None:
+def test_a_hello_without_a_valid_snapshot_is_refused(nodes: tuple[Node, Node], pump: Pump) -> None:
     here, _ = nodes
     hello = msg.encode(msg.WantsSnapshot(-1, 8, 1, KEY, 9, "x"))
     outgoing = Outgoing("127.0.0.1", here.listener.port, SECRET, hello)

@@ -209,7 +209,7 @@ def test_a_process_that_ends_is_a_warning(node: Node) -> None:
     telemetry.coordinates(True)
 
 
-def test_a_stopped_process_holds_nobody_up(node: Node) -> None:
+def test_a_stopped_process_blocks_no_other(node: Node) -> None:
     telemetry = node.start()
     os.kill(node.child.pid, signal.SIGSTOP)
     for _ in range(2000):  # more than a socket takes

@@ -145,7 +145,7 @@ def test_a_new_node_fetches_what_another_holds(
     assert copy.snapshot.index == held.snapshot.index
 
 
-def test_what_nobody_has_any_more(
+def test_a_snapshot_that_no_node_has_any_more(
     held: Held, snapshot_buffers: SnapshotBuffers, listener: wire.Listener
 ) -> None:
     fd = snapshot_buffers.buffer_for(held.snapshot, local=0)
@@ -247,7 +247,7 @@ def test_a_false_server_gets_nothing(held: Held) -> None:
     false.close()
 
 
-def test_nobody_listens(held: Held) -> None:
+def test_no_process_listens(held: Held) -> None:
     listener = wire.Listener("127.0.0.1", SECRET)
     port = listener.port
     listener.close()

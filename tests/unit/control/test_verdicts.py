@@ -84,7 +84,7 @@ def test_an_end_and_its_signal(verdicts: Verdicts, values: msg.RankExited, wante
     ],
     ids=["in order", "killed by us", "failed when stopped", "never began", "of another generation"],
 )
-def test_what_is_no_failure(verdicts: Verdicts, values: msg.RankExited) -> None:
+def test_what_is_not_a_failure(verdicts: Verdicts, values: msg.RankExited) -> None:
     assert verdicts.process_ended(1, values) is None
     assert failed(verdicts).rank is None
 
@@ -95,7 +95,7 @@ def test_an_error_before_our_signal_counts(verdicts: Verdicts) -> None:
     assert failed(verdicts).cause == "ValueError: no"
 
 
-def test_an_end_just_before_our_signal_is_told_at_the_end(verdicts: Verdicts) -> None:
+def test_an_exit_just_before_our_signal_counts_in_the_outcome(verdicts: Verdicts) -> None:
     """While ranks are being stopped it is no news, but it may be why the run failed."""
     assert verdicts.process_ended(1, exited(status=-9, signalled=100.5)) is None
     assert failed(verdicts).message == "rank 2 on node 1 was killed by SIGKILL"
@@ -110,7 +110,7 @@ def test_a_fork_server_is_its_nodes_failure(verdicts: Verdicts) -> None:
     assert failure.cause == "the fork server was killed by SIGKILL"
 
 
-def test_of_many_failures_the_one_of_its_own_is_told(verdicts: Verdicts) -> None:
+def test_of_many_failures_the_root_failure_is_reported(verdicts: Verdicts) -> None:
     verdicts.process_ended(0, exited(rank=0, time=98.0, **CONSEQUENCE))
     verdicts.process_ended(1, exited(rank=3, status=-9))
     failure = failed(verdicts, "rank 3 has failed 3 times")
@@ -135,7 +135,7 @@ def test_a_lost_node_goes_before_those_that_missed_it(verdicts: Verdicts) -> Non
     assert failed(verdicts).rank == 1, "but not before a failure of its own"
 
 
-def test_who_was_blamed_is_named_where_nobody_ended_of_itself(verdicts: Verdicts) -> None:
+def test_the_blamed_node_is_named_if_no_process_failed_by_itself(verdicts: Verdicts) -> None:
     """A rank that hangs is killed by us: its end tells nothing."""
     verdicts.blamed(1, 3, "is stopped by a signal")
     verdicts.blamed(0, 1, "a consequence of that")
@@ -146,7 +146,7 @@ def test_who_was_blamed_is_named_where_nobody_ended_of_itself(verdicts: Verdicts
     assert "coordinator.log" in failure.hint
 
 
-def test_where_nobody_is_to_blame_nobody_is_named(verdicts: Verdicts) -> None:
+def test_without_a_culprit_no_node_or_rank_is_named(verdicts: Verdicts) -> None:
     failure = failed(verdicts, "too few nodes: 1 are usable, 2 are needed")
     assert (failure.node, failure.rank) == (None, None)
     assert failure.message == "too few nodes: 1 are usable, 2 are needed"

@@ -136,7 +136,7 @@ def test_blocks_are_the_same_when_read_from_the_middle(text: bytes, limit: int, 
 
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("workers", [1, 3])
-def test_problems_are_told_at_their_lines_whoever_finds_them(tmp_path: Path, workers: int) -> None:
+def test_problems_are_reported_at_their_lines_by_any_worker(tmp_path: Path, workers: int) -> None:
     rows = [json.dumps({"text": f"row {i}"}) for i in range(1, 200)]
     rows[4] = "?"
     rows[150] = '{"body": 1}'

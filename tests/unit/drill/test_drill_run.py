@@ -45,7 +45,7 @@ def tell(run: DrillRun, kind: str, *, rank: int | None = None, pid: int = 0, nod
     run.poll()
 
 
-def test_a_process_of_somebody_else_is_never_signalled(run: DrillRun) -> None:
+def test_a_process_of_another_run_is_never_signalled(run: DrillRun) -> None:
     """The rank has ended and its number belongs to another process now."""
     stranger = sleeper("another run")
     try:
@@ -57,7 +57,7 @@ def test_a_process_of_somebody_else_is_never_signalled(run: DrillRun) -> None:
         end(stranger)
 
 
-def test_its_own_are_and_the_log_says_so(run: DrillRun, tmp_path: Path) -> None:
+def test_own_processes_are_signalled_and_the_fault_is_logged(run: DrillRun, tmp_path: Path) -> None:
     own = sleeper(run.token)
     try:
         tell(run, "rank_started", rank=3, pid=own.pid)
@@ -89,7 +89,7 @@ def test_close_leaves_nothing(run: DrillRun) -> None:
         end(own)
 
 
-def test_it_knows_who_is_where(run: DrillRun) -> None:
+def test_it_tracks_nodes_and_processes_of_ranks(run: DrillRun) -> None:
     tell(run, "node_joined", node=7)
     tell(run, "coordinator_elected", node=0)  # of whom all have to hear anew
     tell(run, "node_joined", node=0)

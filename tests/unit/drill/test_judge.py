@@ -261,7 +261,7 @@ def test_each_fault_of_the_run_is_found(
     assert says in found[check].text
 
 
-def test_a_line_that_is_no_record_fails(story: Story) -> None:
+def test_a_line_that_is_not_a_record_fails(story: Story) -> None:
     evidence = story.evidence()
     with open(story.folder.metrics, "a") as file:
         file.write("{oops}\n")

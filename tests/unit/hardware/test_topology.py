@@ -174,7 +174,7 @@ def test_a_quota_of_the_control_group_counts(tmp_path: Path) -> None:
     assert usable_cores(tmp_path) == 1
 
 
-def test_what_nccl_decides_itself_is_told_as_far_as_it_is_seen(host: Host) -> None:
+def test_facts_about_nccl_s_own_choices_are_reported(host: Host) -> None:
     direct, nvls = transport_facts(host.root)
     assert "whether there is GPUDirect RDMA is not known" in direct
     assert "whether there is NVLS is not known" in nvls

@@ -42,7 +42,7 @@ def test_the_job_as_written_into_the_run_folder_is_the_same(name: str) -> None:
     assert again.file.kubernetes == job.file.kubernetes
 
 
-def test_everything_that_is_missing_is_told_at_once() -> None:
+def test_everything_that_is_missing_is_reported_at_once() -> None:
     for section in ("", "[kubernetes]\n"):
         said = [d.message for d in refused(kubernetes_job(FIRST, section))]
         needed = ("image", "volume_claim", "mount")

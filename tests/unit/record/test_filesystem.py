@@ -53,7 +53,7 @@ def test_a_local_folder_does_all_of_it_and_nothing_stays(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_slowest_rename_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_slowest_rename_is_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rename, waits = Path.rename, [0.0, 0.0, 0.2, 0.0, 0.0]
 
     def slow(source: Path, target: Path) -> Path:

@@ -317,7 +317,7 @@ def test_a_poll_reads_only_what_is_new(folder: RunFolder, monkeypatch: pytest.Mo
     assert sum(counts) == 10 + 10
 
 
-def test_another_file_in_its_place_begins_everything_anew(folder: RunFolder) -> None:
+def test_a_replaced_file_is_read_from_the_start(folder: RunFolder) -> None:
     for path, data in write(folder, Run().play([("train", 9)])).items():
         path.write_bytes(data)
     shown: list[object] = []

@@ -219,7 +219,7 @@ def test_lost_first_line_is_found_when_the_step_was_repeated() -> None:
     ]
 
 
-def test_a_step_left_out_is_no_sample_seen() -> None:
+def test_a_skipped_step_has_seen_no_samples() -> None:
     ledger = [*lines(1, 1, 5), line(5, skipped=True), *lines(1, 6, 8), *lines(2, 7, 10)]
     proof = judge(ledger, Evidence(skipped=frozenset({(1, 5)})))
     assert (proof.verdict, proof.steps, proof.skipped, proof.redone) == ("proven", 10, [5], 2)

@@ -132,7 +132,7 @@ def test_only_its_own_generation(folder: RunFolder) -> None:
     assert [line[:12] for line in out.getvalue().splitlines()] == ["step   3/200"]
 
 
-def test_damaged_lines_are_told_once(folder: RunFolder) -> None:
+def test_damaged_lines_are_reported_once(folder: RunFolder) -> None:
     out = io.StringIO()
     view = console(folder, out)
     folder.metrics.write_bytes(b'\xff\n{"step": 1}\n')
@@ -147,7 +147,7 @@ def test_damaged_lines_are_told_once(folder: RunFolder) -> None:
 
 
 @pytest.mark.parametrize("why", ["plain", "NO_COLOR", "dumb"])
-def test_a_terminal_that_wants_plain_lines(
+def test_plain_lines_on_a_terminal(
     folder: RunFolder, terminal: Terminal, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     if why == "NO_COLOR":
