@@ -249,7 +249,7 @@ def limited(kind: int, value: int, *words: str, cwd: Path) -> tuple[int, str]:
 def test_forty_descriptors_are_too_few_for_ranks(here: Path) -> None:
     code, err = limited(resource.RLIMIT_NOFILE, 40, "train", "job.toml", "--plain", cwd=here)
     assert code == 2
-    assert "a process may have 40 files open here, and the ranks need 80" in err
+    assert "a process may have 40 files open here, but the ranks need 80" in err
     assert "ulimit -Hn" in err
     assert not (here / "runs" / "first-voyage").exists()
     code, err = limited(resource.RLIMIT_NOFILE, 10, "plan", "job.toml", "--dry-run", cwd=here)

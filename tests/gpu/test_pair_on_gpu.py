@@ -68,7 +68,7 @@ def test_two_gpus_send_and_receive_and_sum(agent_pool: AgentPool) -> None:
     (result,) = play(agent_pool, RankGroup((0, 1), ((0,), (1,)), WAYS, (MIB, 256 * MIB)))
     assert result.whole, result.why
     for way in (0, 1):
-        (flow,) = result.way(way)
+        (flow,) = result.direction(way)
         assert flow.gbit_s > 10.0  # PCIe 3.0 x4 carries twice as much
     assert [s.wrong for s in result.sums] == [0, 0]
     text = " ".join(line for _, line in result.nccl)

@@ -240,7 +240,7 @@ def _names(event: Event, injection: Injection, what: str) -> bool:
 
 def _culprit(event: Event) -> str:
     parts = [f"{w} {v}" for w, v in (("node", event.node), ("rank", event.rank)) if v is not None]
-    return " ".join(parts) if parts else "nobody"
+    return " ".join(parts) if parts else "no node or rank"
 
 
 def _replaced(expected: Expectation, evidence: Evidence, detections: Sequence[Event | None]) -> Check | None:

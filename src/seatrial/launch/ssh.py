@@ -231,14 +231,14 @@ def _compared(facts: dict[str, dict[str, Any]], torch: str | None) -> Iterator[t
     for host, found in facts.items():
         wanted, whose = (torch, "this host") if torch is not None else (facts[first]["torch"], first)
         if found["torch"] != wanted and found["torch"] is not None:
-            yield host, f"has torch {found['torch']}, and {whose} {wanted}", f"install torch {wanted} there"
+            yield host, f"has torch {found['torch']}, but {whose} {wanted}", f"install torch {wanted} there"
         if found["device"] != facts[first]["device"] and None not in (
             found["device"],
             facts[first]["device"],
         ):
             yield (
                 host,
-                f"would compute on {found['device']} ({found['reason']}), and {first} on {facts[first]['device']}",
+                f"would compute on {found['device']} ({found['reason']}), but {first} on {facts[first]['device']}",
                 "name hosts of one kind, or set cluster.device",
             )
         known = None not in (found["address"], facts[first]["address"])

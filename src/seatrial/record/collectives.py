@@ -1,7 +1,7 @@
 """ranks/GENERATION/rankN.collectives.jsonl: the number and bytes of one rank's collectives in each step, by dimension.
 
 Nearly all steps of a run are equal, so a line applies from its step on until the next line; if every tenth step is
-different, as when weights are compared, the line says so. Absent in older run folders.
+different, as when weights are compared, the line contains that too. Absent in older run folders.
 """
 
 from __future__ import annotations

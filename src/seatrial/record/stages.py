@@ -3,7 +3,7 @@
 A line of JSON, then one record of fixed size for each step: its number (uint32) and the seconds of each stage of the
 line's "stages" (float32), little-endian. Appended to by one rank; a killed rank loses what it had not written yet.
 
-Every PART records move to rankN.stages.zst, as a thousand ranks would write GBs a day otherwise: after the same line,
+Every PART records move to rankN.stages.zst, because a thousand ranks would write GBs a day: after the same line,
 blocks of records, each with three numbers (uint32) before it: of its records, of its compressed bytes, and the first step.
 Seconds are rounded there to 11 bits, 0.02 %, and bytes are shuffled: all records' first bytes, then all second bytes, and
 so on, compressed with zstd. With many ranks and short steps, a block has a sample of its steps, the same in all ranks.

@@ -448,7 +448,7 @@ def timeline(
     events: Sequence[Event], log: StepLog, until: float | None, queued_from: int | None = None
 ) -> Timeline:
     """The timeline of a run. `until`: now, if it runs; `queued_from`: the first generation of a start that a scheduler
-    got, for events of versions that do not say so."""
+    got, for events of versions that do not record it."""
     resumed = {
         e.generation: _step(e)
         for e in events

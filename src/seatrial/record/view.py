@@ -402,10 +402,10 @@ def find_failure(folder: RunFolder, events: list[Event], generation: int) -> Fai
     If no event states what ended it, it is the first failure of `generation`, the last one: the run has recovered from
     earlier ones.
     """
-    told = next((e for e in reversed(events) if e.kind == "run_failed"), None)
-    if told is None:
-        told = next((e for e in events if e.generation == generation and is_failure(e)), None)
-    return None if told is None else Failure.from_event(told).completed(folder, generation)
+    event = next((e for e in reversed(events) if e.kind == "run_failed"), None)
+    if event is None:
+        event = next((e for e in events if e.generation == generation and is_failure(e)), None)
+    return None if event is None else Failure.from_event(event).completed(folder, generation)
 
 
 def _text(value: object) -> str | None:

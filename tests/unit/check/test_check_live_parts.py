@@ -99,8 +99,8 @@ def test_replies_of_two_ranks_become_one_result() -> None:
     pair = group(4, 7, flows=WAYS)
     result = outcome(pair, {4: told(0, measured=one), 7: told(1, measured=other)})
     assert result.whole
-    assert [f.gbit_s for f in result.way(0)] == [9.0]
-    assert [f.gbit_s for f in result.way(1)] == [8.0]
+    assert [f.gbit_s for f in result.direction(0)] == [9.0]
+    assert [f.gbit_s for f in result.direction(1)] == [8.0]
     (total,) = result.sums
     # Of each repeat the slower rank: 2, 3 and 2 µs.
     assert (total.seconds, total.repeats) == (2e-6, 3)
@@ -132,8 +132,8 @@ def test_what_was_measured_before_a_failure_counts() -> None:
     part = {"flows": [rate(0, 1, 9.0), rate(1, 0, None)], "all_reduce": []}
     silent = Reply(None, "its agent was killed by SIGKILL", alive=False)
     result = outcome(group(4, 7, flows=WAYS), {4: told(0, measured=part, failed="timeout"), 7: silent})
-    assert [f.gbit_s for f in result.way(0)] == [9.0]
-    assert result.way(1) == []
+    assert [f.gbit_s for f in result.direction(0)] == [9.0]
+    assert result.direction(1) == []
     assert result.silent == {7: "its agent was killed by SIGKILL"}
 
 

@@ -287,7 +287,7 @@ def test_killed_worker_is_reported_and_next_attempt_completes(
 
     with monkeypatch.context() as dying:
         dying.setattr(pool._Worker, "give", give)
-        with pytest.raises(RunFailed, match="a process that tokenises was killed by SIGKILL") as e:
+        with pytest.raises(RunFailed, match="a tokeniser process was killed by SIGKILL") as e:
             prepare(corpus, "bytes", tmp_path / "out", workers=2)
     assert "run the same command again" in (e.value.hint or "")
     notes: list[str] = []

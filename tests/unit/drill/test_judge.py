@@ -233,7 +233,7 @@ def false_alarm(story: Story) -> None:
         (ledger_ends_early, "ledger", "ends with step 11"),
         (wrong_rank_named, "named", "rank 3 was expected to be named, but recovering names node 1 rank 2"),
         (wrong_node_named, "named", "node 0 rank 3"),
-        (nobody_named, "named", "names nobody"),
+        (nobody_named, "named", "names no node or rank"),
         (never_noticed, "detected", "no rank_failed or recovering event"),
         (noticed_before_it_happened, "no false alarm", "before the fault"),
         (another_world_goes_unnoticed, "weights", "1 of 40 tensors"),

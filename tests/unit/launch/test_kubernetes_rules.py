@@ -97,7 +97,7 @@ def test_values_the_api_or_pods_would_reject_are_located(line: str, message: str
 
 def test_too_many_pods() -> None:
     (found,) = refused(kubernetes_job(FIRST, NEEDED, ("cluster.spares=99999",)))
-    assert found.message == "100,001 pods, and an Indexed Job has at most 100,000"
+    assert found.message == "100,001 pods, but an Indexed Job has at most 100,000"
 
 
 @pytest.mark.parametrize("where", ["/tmp/x", "/read/x", "/fasting"])

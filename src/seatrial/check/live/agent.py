@@ -218,7 +218,7 @@ class Agent:
         elif task.too_late:
             self._late(task)
         else:
-            seconds = round(time.monotonic() - task.begun, 3)
+            seconds = round(time.monotonic() - task.started_at, 3)
             values = {"rc": status, "out": task.out.decode("utf-8", "replace"), "seconds": seconds}
             self._done(task.order, values | {"err": task.err.decode("utf-8", "replace")})
 

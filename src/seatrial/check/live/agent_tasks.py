@@ -28,7 +28,7 @@ class Task:
     out: bytearray = field(default_factory=bytearray)
     err: bytearray = field(default_factory=bytearray)
     too_late: bool = False
-    begun: float = field(default_factory=time.monotonic)
+    started_at: float = field(default_factory=time.monotonic)
 
     @property
     def pipes(self) -> list[FileIO]:

@@ -35,13 +35,13 @@ class _Rank:
     pid: int
     channel: Channel | None  # None once it has closed its end
     log: int
-    said: dict[str, Any] | None = None
+    result: dict[str, Any] | None = None
     status: int | None = None
 
     @property
     def whole(self) -> bool:
         """Whether it has measured everything that it was asked to."""
-        return self.said is not None and bool(self.said.get("whole"))
+        return self.result is not None and bool(self.result.get("whole"))
 
 
 @dataclass
@@ -120,7 +120,7 @@ class ProbeForkServer:
             if "note" in message and order is not None:
                 self.channel.send({"id": order.number, "note": message["note"]})
             else:
-                rank.said = {**(rank.said or {}), **message}
+                rank.result = {**(rank.result or {}), **message}
         if rank.channel.closed:
             self._close_channel(rank)
 
@@ -152,7 +152,7 @@ class ProbeForkServer:
             text = _text(rank.log)
             os.close(rank.log)
             self._close_channel(rank)
-            one = dict(rank.said or {})
+            one = dict(rank.result or {})
             if not rank.whole and "failed" not in one:
                 one["failed"] = order.why or process.status_text(rank.status or 0)
                 if text:

@@ -138,8 +138,8 @@ class LiveBench:
         for n in which:
             by_machine[self.machines[n]].append(n)
         if any(self.hello.get(n, {}).get("gpus") for n in which) and self.shared:
-            turns = max(map(len, by_machine.values()))
-            return [[(m[t], True) for m in by_machine.values() if t < len(m)] for t in range(turns)]
+            count = max(map(len, by_machine.values()))
+            return [[(m[t], True) for m in by_machine.values() if t < len(m)] for t in range(count)]
         first = [[(m[0], True) for m in by_machine.values()]]
         rest = [(n, False) for m in by_machine.values() for n in m[1:]]
         return [*first, rest] if rest else first
@@ -297,17 +297,17 @@ class LiveBench:
         return outcomes
 
     def _reading(self, result: Outcome, absent: set[int]) -> float:
-        """Gb/s of the slower way. NaN: nothing known of the link; 0: nothing got through, though both are present."""
+        """Gb/s of the slower direction. NaN: nothing known of the link; 0: nothing got through, though both are present."""
         if result.silent or result.own or absent & set(result.group.members):
             return np.nan
-        ways = []
-        for way in (0, 1):
-            flows = result.way(way)
+        rates = []
+        for direction in (0, 1):
+            flows = result.direction(direction)
             if len(flows) < len(result.group.gpus[0]):
                 # Hosts that share a machine may only have waited for its processors.
                 return np.nan if self.shared else 0.0
-            ways.append(sum(f.gbit_s for f in flows))
-        return min(ways)
+            rates.append(sum(f.gbit_s for f in flows))
+        return min(rates)
 
     def _rails(self, round_: Round, gbit_s: Floats, outcomes: Sequence[Outcome], absent: set[int]) -> None:
         """Fill in each rail: by ib_write_bw, or without it by NCCL restricted to that rail's port."""

@@ -21,7 +21,7 @@ _OF_OTHERS = re.compile(
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Ranks of some hosts together. `flows`: (sender, receiver, way) as probe_pair.py takes them.
+    """Ranks of some hosts together. `flows`: (sender, receiver, direction) as probe_pair.py takes them.
 
     `gpus` are the CUDA devices of each member, one rank each; on CPU one rank per host.
     """
@@ -80,8 +80,8 @@ class Outcome:
     nccl: list[tuple[int, str]] = field(default_factory=list)  # host, line of NCCL_DEBUG
     why: str = ""  # the reason if it is incomplete
 
-    def way(self, number: int) -> list[Flow]:
-        """The measured flows of one way."""
+    def direction(self, number: int) -> list[Flow]:
+        """The measured flows of one direction."""
         wanted = {(a, b) for a, b, w in self.group.flows if w == number}
         return [f for f in self.flows if (f.sender, f.receiver) in wanted]
 

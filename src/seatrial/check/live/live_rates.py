@@ -54,11 +54,15 @@ def _flows(outcomes: Sequence[Outcome]) -> tuple[list[float], int] | None:
     for result in outcomes:
         if len(result.group.members) != 2 or result.group.hca is not None:
             continue
-        ways = [sum(f.gbit_s for f in result.way(way)) for way in (0, 1) if result.way(way)]
-        if len(ways) == 2:
+        rates = [
+            sum(f.gbit_s for f in result.direction(direction))
+            for direction in (0, 1)
+            if result.direction(direction)
+        ]
+        if len(rates) == 2:
             size = max(size, *(f.message_bytes for f in result.flows))
             for node in result.group.members:
-                best[node] = max(best.get(node, 0.0), min(ways))
+                best[node] = max(best.get(node, 0.0), min(rates))
     return (list(best.values()), size) if best else None
 
 

@@ -49,8 +49,8 @@ class PresenceCheck:
             reply = replies[n, 0]
             if not reply.alive:
                 self.silent[n] = reply.problem
-            elif (said := printed(reply)[0]) is not None:
-                reached += [(n, m) for m, yes in zip(tries[n], said["reached"], strict=True) if yes]
+            elif (answer := printed(reply)[0]) is not None:
+                reached += [(n, m) for m, yes in zip(tries[n], answer["reached"], strict=True) if yes]
         present = [n for n in which if replies[n, 0].alive]
         lost = cut_off(present, reached) if any(tries.values()) else set()
         self.cut_off.update(lost)

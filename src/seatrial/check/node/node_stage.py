@@ -85,21 +85,21 @@ def measure(
 class _Stage:
     def __init__(self, options: NodeOptions, progress: Callable[[str], None], places: Places) -> None:
         self.options, self.progress, self.places = options, progress, places
-        self.begun = time.monotonic()
+        self.started_at = time.monotonic()
         self.parts: dict[str, float] = {}
         self.calls: list[Result] = []
         self.outputs: list[dict[str, Any]] = []
 
     def left(self) -> float:
-        return self.options.seconds - (time.monotonic() - self.begun)
+        return self.options.seconds - (time.monotonic() - self.started_at)
 
     def part(self, name: str, work: Callable[[], T]) -> T:
         self.progress(name)
-        begun = time.monotonic()
+        started_at = time.monotonic()
         try:
             return work()
         finally:
-            self.parts[name] = round(time.monotonic() - begun, 3)
+            self.parts[name] = round(time.monotonic() - started_at, 3)
 
     def run(self) -> dict[str, Any]:
         options, root = self.options, Path(self.places.root)
@@ -142,7 +142,7 @@ class _Stage:
         # Last, because the load may have caused driver messages.
         facts["kernel"] = self.part("kernel log", lambda: read_kernel_log(Path(self.places.kernel_log)))
         facts["outputs"], facts["calls"] = self.outputs, [c.facts() for c in self.calls]
-        facts["parts"], facts["seconds"] = self.parts, round(time.monotonic() - self.begun, 3)
+        facts["parts"], facts["seconds"] = self.parts, round(time.monotonic() - self.started_at, 3)
         return facts
 
     def _driver(self, inventory: dict[str, Any]) -> bool:

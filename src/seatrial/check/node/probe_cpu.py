@@ -73,9 +73,9 @@ def _products(seconds: float, threads: int) -> float:
         torch.set_num_threads(1)  # OpenMP has this setting per thread
         a, b, c = (torch.rand(_ROWS, _ROWS) for _ in range(3))
         for repeat in range(_MOST_REPEATS):
-            begun = time.thread_time()
+            started_at = time.thread_time()
             torch.mm(a, b, out=c)
-            rates[number] = max(rates[number], 2 * _ROWS**3 / (time.thread_time() - begun) / 1e9)
+            rates[number] = max(rates[number], 2 * _ROWS**3 / (time.thread_time() - started_at) / 1e9)
             if repeat >= _LEAST_REPEATS and time.perf_counter() > until:
                 break
 
@@ -108,11 +108,11 @@ def _copies(seconds: float, threads: int, size: int) -> tuple[float, float, int]
             together.wait()
             if over:
                 break
-            used, begun, copies = time.thread_time(), time.perf_counter(), 0
-            while copies == 0 or time.perf_counter() - begun < window:
+            used, started_at, copies = time.thread_time(), time.perf_counter(), 0
+            while copies == 0 or time.perf_counter() - started_at < window:
                 target.copy_(source)
                 copies += 1
-            times[number].append((time.perf_counter() - begun, time.thread_time() - used, copies))
+            times[number].append((time.perf_counter() - started_at, time.thread_time() - used, copies))
 
     _all(work, threads)
     found = []
@@ -175,12 +175,12 @@ def _loopback(seconds: float) -> tuple[float, float]:
 
     def receive() -> None:
         into = bytearray(_CHUNK)
-        got, begun, cpu = 0, time.perf_counter(), time.process_time()
+        got, started_at, cpu = 0, time.perf_counter(), time.process_time()
         while n := far.recv_into(into):
             got += n
-            if (elapsed_s := time.perf_counter() - begun) >= _WINDOW_S:
+            if (elapsed_s := time.perf_counter() - started_at) >= _WINDOW_S:
                 windows.append((got / elapsed_s / 1e9, (time.process_time() - cpu) / elapsed_s))
-                got, begun, cpu = 0, time.perf_counter(), time.process_time()
+                got, started_at, cpu = 0, time.perf_counter(), time.process_time()
 
     reader = threading.Thread(target=receive)
     with near, far:

@@ -223,10 +223,10 @@ def _both(devices: tuple[_Device, _Device], here: list[torch.Tensor], there: lis
     """GB/s of both directions together, by the host's clock over enough copies that launch overhead does not count."""
     for device in devices:
         torch.cuda.synchronize(device.device)
-    begun = time.perf_counter()
+    started_at = time.perf_counter()
     for _ in range(_PAIR_COPIES):
         there[0].copy_(here[0], non_blocking=True)
         here[1].copy_(there[1], non_blocking=True)
     for device in devices:
         torch.cuda.synchronize(device.device)
-    return 2 * _PAIR_COPIES * _PAIR_BYTES / (time.perf_counter() - begun) / 1e9
+    return 2 * _PAIR_COPIES * _PAIR_BYTES / (time.perf_counter() - started_at) / 1e9

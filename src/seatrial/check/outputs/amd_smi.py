@@ -88,14 +88,14 @@ def parse_amd(lines: Lines, file: str) -> Gpus:
         if gpu := _GPU.fullmatch(line):
             gpus.append(Gpu(int(gpu["index"]), number))
             stack = []
-        elif gpus and not rules and (said := _FIELD.fullmatch(line)):
-            while stack and stack[-1][0] >= len(said["indent"]):
+        elif gpus and not rules and (match := _FIELD.fullmatch(line)):
+            while stack and stack[-1][0] >= len(match["indent"]):
                 stack.pop()
-            stack.append((len(said["indent"]), said["key"].lower()))
+            stack.append((len(match["indent"]), match["key"].lower()))
             name = ".".join(key for _, key in stack)
             if name in gpus[-1].values and _rule(name):
                 continue  # belongs to another GPU whose header is missing
-            gpus[-1].values[name] = (said["value"], number)
+            gpus[-1].values[name] = (match["value"], number)
         elif first := _TABLE.fullmatch(line):
             errors = first["ue"]
         elif errors is not None and (second := _SECOND.fullmatch(line)):

@@ -148,15 +148,15 @@ def _device_damage(device: Block) -> list[tuple[str, int | None]]:
 
 
 def _port_damage(device: Block, port: Block, verbose: bool) -> list[tuple[str, int | None]]:
-    where, said = f"{device.name}/{port.name}", port.fields
+    where, fields = f"{device.name}/{port.name}", port.fields
     forms = _PORT_FIELDS | (_VERBOSE_FIELDS if verbose else {})
-    if "phys_state" in said or (verbose and device.fields.get("transport", "").startswith("InfiniBand")):
+    if "phys_state" in fields or (verbose and device.fields.get("transport", "").startswith("InfiniBand")):
         forms["phys_state"] = _CODE
-    if verbose and said.get("link_layer") == "InfiniBand":
+    if verbose and fields.get("link_layer") == "InfiniBand":
         forms["GID"] = ".+"  # the last item printed for a port, and each InfiniBand port has one
     damage = port.damage(where, forms)
-    state, physical = _coded(said, "state"), _coded(said, "phys_state")
-    width, speed = _coded(said, "active_width"), _coded(said, "active_speed")
+    state, physical = _coded(fields, "state"), _coded(fields, "phys_state")
+    width, speed = _coded(fields, "active_width"), _coded(fields, "active_speed")
     lane = None if speed is None else _LANE_GBIT_S.get(speed[1])
     for name, right in (
         ("state", state is None or _STATES.get(state[0]) == state[1]),
@@ -165,7 +165,7 @@ def _port_damage(device: Block, port: Block, verbose: bool) -> list[tuple[str, i
         ("active_speed", speed is None or (lane and speed[0] in (f"{lane:.1f} Gbps", "invalid speed"))),
     ):
         if not right:
-            damage.append((f"{where}: unknown `{name}` {said[name][:40]!r}", port.line))
+            damage.append((f"{where}: unknown `{name}` {fields[name][:40]!r}", port.line))
     return damage
 
 

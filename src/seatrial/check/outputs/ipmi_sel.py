@@ -92,7 +92,7 @@ def judge(sel: Sel, context: Context) -> list[Finding]:
             add(verdict, text, *(e.line for e in events))
     if unknown:
         kinds = list(dict.fromkeys(e.what.replace(" | ", ": ")[:60] for e in unknown))
-        text = f"{len(unknown)} log records are unknown: {'; '.join(kinds[:4])}"
+        text = f"{len(unknown)} unknown log records: {'; '.join(kinds[:4])}"
         add("UNJUDGED", text, *(e.line for e in unknown))
     return add.with_pass("no asserted fault in the BMC's log")
 

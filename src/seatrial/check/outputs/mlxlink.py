@@ -215,15 +215,15 @@ def _quality(facts: LinkFacts, add: FindingCollector) -> None:
         else:
             add("UNJUDGED", f"the status opcode is unreadable: {opcode[:40]!r}", line)
     for name in ("Effective Physical BER", "Symbol BER"):
-        said, line = facts.text(name), facts.line(name)
-        if said is None or said in ("N/A", ""):
+        value, line = facts.text(name), facts.line(name)
+        if value is None or value in ("N/A", ""):
             continue
-        rate = float(said) if re.fullmatch(r"\d+(?:\.\d+)?(?:[eE]-?\d{1,3})?", said) else None
+        rate = float(value) if re.fullmatch(r"\d+(?:\.\d+)?(?:[eE]-?\d{1,3})?", value) else None
         if rate is None:
-            add("UNJUDGED", f"`{name}` is unreadable: {said[:40]!r}", line)
+            add("UNJUDGED", f"`{name}` is unreadable: {value[:40]!r}", line)
         elif rate > _BIT_ERRORS:
             most = Expected(_BIT_ERRORS, "", "at most; InfiniBand Architecture Specification")
-            text = f"{name} {said}: errors remain after correction"
+            text = f"{name} {value}: errors remain after correction"
             add("WARN", text, line, measured=rate, expected=most)
 
 

@@ -243,16 +243,16 @@ def _nodes(facts: ScoutFacts, usual: float | None, add: FindingCollector) -> Non
         partners = sorted({p.b if p.a == node else p.a for p in mine})
         good = [n for n in partners if any((p.gb_s or 0.0) >= floor for p in pairs[n])]
         if best.gb_s is None:
-            says = f"every test failed, with {listed(partners)}"
+            text = f"every test failed, with {listed(partners)}"
         else:
-            says = f"{gb_s:.1f} GB/s at best, with {listed(partners)}"
+            text = f"{gb_s:.1f} GB/s at best, with {listed(partners)}"
         broken = best.gb_s is None or good or gb_s < BROKEN * floor
         if not good:
-            says += "; none of these is good with another node, so they may be at fault"
+            text += "; none of these is good with another node, so they may be at fault"
         lines, measured, expected = [p.line for p in mine], best.gb_s, _expected(floor)
         at = Target(node=node)
         verdict: Verdict = "FAIL" if broken else "WARN"
-        add(verdict, says, *lines, target=at, measured=measured, expected=expected, median=usual)
+        add(verdict, text, *lines, target=at, measured=measured, expected=expected, median=usual)
         bad.add(node)
     for node in facts.lists.get("Bad", ()):
         if node not in bad:

@@ -97,9 +97,9 @@ def parse(lines: Lines, file: str) -> Bandwidths:
             if len(cells) != columns or int(row["row"]) != len(last.rows):
                 continue
             last.rows.append([_number(c) for c in cells])
-        elif last and last.rows and (said := _SUM.fullmatch(line)) and said["test"].startswith(last.name):
+        elif last and last.rows and (match := _SUM.fullmatch(line)) and match["test"].startswith(last.name):
             last.closed = True
-            last.total = _number(said["value"]) if said["what"] == "SUM" else last.total
+            last.total = _number(match["value"]) if match["what"] == "SUM" else last.total
         elif not _NOTE.fullmatch(line) and (last is not None or not _BESIDE.fullmatch(line)):
             continue
         lines.claim(number)

@@ -54,8 +54,8 @@ def parse(lines: Lines, file: str) -> PerfFacts:
     for number, line in lines:
         if title := _TITLE.fullmatch(line):
             queries.append(Counters(title["where"], int(title["port"]), number, bool(title["kind"])))
-        elif queries and (said := _COUNTER.fullmatch(line)) and said["name"] not in queries[-1].values:
-            queries[-1].values[said["name"]] = (int(said["value"], 0), number)
+        elif queries and (match := _COUNTER.fullmatch(line)) and match["name"] not in queries[-1].values:
+            queries[-1].values[match["name"]] = (int(match["value"], 0), number)
         else:
             continue
         lines.claim(number)

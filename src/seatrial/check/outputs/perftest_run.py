@@ -130,15 +130,15 @@ class Error:
     pattern: re.Pattern[str]
     code: str
     verdict: Verdict
-    says: str
+    message: str
     own: bool = True
     symptom: bool = False  # follows from another error that says more
 
 
 def _error(
-    pattern: str, code: str, verdict: Verdict, says: str, own: bool = True, symptom: bool = False
+    pattern: str, code: str, verdict: Verdict, message: str, own: bool = True, symptom: bool = False
 ) -> Error:
-    return Error(re.compile(pattern), code, verdict, says, own, symptom)
+    return Error(re.compile(pattern), code, verdict, message, own, symptom)
 
 
 # The first entry that matches a line counts. Texts: github.com/linux-rdma/perftest, src/, all versions since 3.0.

@@ -28,7 +28,7 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9 .,:;/%()+_-]+")
 _REASON = re.compile(r"reason=[A-Za-z0-9 .,:;/%()+_-]*")  # needs no quotes other than these
 # Of the two ends of a pair one is healthy, and it is unknown which (docs/check.md, Localising a fault).
 _UNDECIDED = ("PAI001",)
-# A node that somebody drained keeps that reason. A node that is only DOWN does not: it may come back on its own.
+# A node that is already drained keeps its reason. A node that is only DOWN is drained: it may come back by itself.
 _OUT = "DRAIN"
 _MOST = 0.5  # share of the nodes that may be removed without --force
 

@@ -479,15 +479,15 @@ class Agent:
         workers = list(self.workers.workers.values())
         if not workers or self.left is not None or self.stopping is not None:
             return
-        ways: set[msg.Ending] = set()
+        endings: set[msg.Ending] = set()
         for worker in workers:
             if worker.generation != self.generation:
                 continue
             if not worker.left:
                 return
-            ways.add(worker.how)
-        if len(ways) == 1:
-            self.left = msg.Left(self.generation, ways.pop(), free_port())
+            endings.add(worker.how)
+        if len(endings) == 1:
+            self.left = msg.Left(self.generation, endings.pop(), free_port())
             self.journal.send(self.left)
 
     # -- launcher, signals, end

@@ -17,13 +17,13 @@ def resolve_auto(spec: AgentSpec, environment: Mapping[str, str]) -> AgentSpec:
     if spec.address != AUTO:
         return spec
     cluster = job_of(spec.folder, frozen(spec.folder)).cluster
-    way = ssh_route(cluster, environment)
+    found = ssh_route(cluster, environment)
     return dataclasses.replace(
         spec,
         device=choose_device(cluster)[0],
-        address=way.address,
-        interface=way.interface,
-        route_reason=way.reason,
+        address=found.address,
+        interface=found.interface,
+        route_reason=found.reason,
     )
 
 

@@ -55,10 +55,10 @@ class _Reminder:
         self._since = {key: times for key, times in self._since.items() if key in keys}
         for finding in found:
             key = (finding.signal, finding.where)
-            began, last = self._since.get(key, (now, now - REMIND_S))
+            started_at, last = self._since.get(key, (now, now - REMIND_S))
             if now - last >= REMIND_S:
-                self._since[key] = (began, now)
-                evidence = finding.evidence | {"for_s": round(now - began, 1)}
+                self._since[key] = (started_at, now)
+                evidence = finding.evidence | {"for_s": round(now - started_at, 1)}
                 entries.append({"finding": asdict(finding) | {"evidence": evidence}})
         return entries
 
@@ -93,7 +93,7 @@ def watch_ports(root: Path, interval_s: float, file: Path | None) -> Body:
         reminder = _Reminder()
         send({"alive": "the first reading of the ports' counters"})
         before, then = read_ports(root), time.monotonic()
-        first, began, start, writer = before, time.time(), then, _FileWriter(file)
+        first, started_at, start, writer = before, time.time(), then, _FileWriter(file)
         for finding in first_findings(before):
             send({"finding": asdict(finding)})
         while send({"alive": "reading the ports' counters"}):
@@ -103,7 +103,7 @@ def watch_ports(root: Path, interval_s: float, file: Path | None) -> Body:
                 send(message)
             send({"source": "ports", "values": port_values(before, after, now - then)})
             before, then = after, now
-            writer.write(PortCounters(began, now - start, first, after))
+            writer.write(PortCounters(started_at, now - start, first, after))
 
     return body
 

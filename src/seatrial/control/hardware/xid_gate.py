@@ -18,7 +18,7 @@ HOLD_S = 1.0
 # NVML gives the code without the text, and so without severity. It counts only if the kernel log stays silent.
 NVML_HOLD_S = 2.0
 COMPANION_S = 10.0  # codes of one GPU that are this close together belong together
-# The same signal from the same place within this time is the same fault. Merely recorded ones may repeat for ever.
+# The same signal from the same place within this time is the same fault. Merely recorded ones may repeat forever.
 BURST_S = 5.0
 RECORD_BURST_S = 60.0
 

@@ -34,7 +34,7 @@ class Acceptor:
         return min((incoming.deadline for incoming in self._waiting), default=None)
 
     def tick(self) -> None:
-        """Close connections that did not authenticate in time, which would otherwise stay open for ever."""
+        """Close connections that did not authenticate in time, which would otherwise stay open forever."""
         now = time.monotonic()
         for incoming in [i for i in self._waiting if now >= i.deadline]:
             self._refuse(incoming)

@@ -104,9 +104,9 @@ class NodeSampler:
             if wait_first:
                 time.sleep(_FIRST_S)
             while True:
-                began = time.monotonic()
+                started_at = time.monotonic()
                 do()
-                time.sleep(max(0.0, period - (time.monotonic() - began)))
+                time.sleep(max(0.0, period - (time.monotonic() - started_at)))
 
         threading.Thread(target=loop, daemon=True).start()
 
