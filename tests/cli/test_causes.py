@@ -160,7 +160,7 @@ def test_the_path_of_a_tokenizer_in_a_job(here: Path, capsys: pytest.CaptureFixt
     assert "does not exist" in err
 
 
-def test_a_file_name_that_is_no_text_does_not_end_an_answer(here: Path) -> None:
+def test_a_non_utf8_file_name_does_not_break_an_answer(here: Path) -> None:
     os.mkdir(b"\xff\xfe")
     done = subprocess.run(
         [sys.executable, "-P", "-m", "seatrial", "check", "--from", b"\xff\xfe"],
@@ -216,7 +216,7 @@ def test_memory_threads_and_folders_for_temporary_files(monkeypatch: pytest.Monk
     assert from_machine(ImportError("no module")) is None
 
 
-def test_a_verb_that_the_machine_stops_says_so(
+def test_an_error_of_the_machine_is_reported_by_every_verb(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stopped(argv: list[str]) -> int:
@@ -249,7 +249,7 @@ def limited(kind: int, value: int, *words: str, cwd: Path) -> tuple[int, str]:
 def test_forty_descriptors_are_too_few_for_ranks(here: Path) -> None:
     code, err = limited(resource.RLIMIT_NOFILE, 40, "train", "job.toml", "--plain", cwd=here)
     assert code == 2
-    assert "a process may have 40 files open here, and the ranks need 80" in err
+    assert "a process may have 40 files open here, but the ranks need 80" in err
     assert "ulimit -Hn" in err
     assert not (here / "runs" / "first-voyage").exists()
     code, err = limited(resource.RLIMIT_NOFILE, 10, "plan", "job.toml", "--dry-run", cwd=here)

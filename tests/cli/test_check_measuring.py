@@ -129,7 +129,7 @@ def test_the_options_reach_the_bench(bench: Bench) -> None:
     assert options.plan is None
 
 
-def test_a_topology_of_other_names_is_refused_and_gaps_are_told(
+def test_a_topology_of_other_names_is_refused_and_gaps_warn(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("t.conf").write_text("SwitchName=s1 Nodes=a.cluster,b.cluster\n")
@@ -140,7 +140,7 @@ def test_a_topology_of_other_names_is_refused_and_gaps_are_told(
     )
     Path("t.conf").write_text("SwitchName=s1 Nodes=a,c\n")
     assert main(["check", "--nodes", "a,b,c", "--topology", "t.conf"]) == 1
-    assert "warning: t.conf does not know 1 of 3 hosts: b" in capsys.readouterr().err
+    assert "warning: t.conf does not list 1 of 3 hosts: b" in capsys.readouterr().err
 
 
 def test_without_anything_it_is_this_node(bench: Bench) -> None:
@@ -191,7 +191,7 @@ def test_check_of_a_virtual_cluster_reports_into_its_run_folder(
     assert bench.options.node.storage == str(Path("runs").absolute())
 
 
-def test_a_plugin_hears_nothing_but_its_line(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plugin_prints_only_its_line(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--nodes", "a,b,c", "--nagios"]) == 2
     out, err = capsys.readouterr()
     assert (len(out.splitlines()), err) == (1, "")

@@ -259,7 +259,7 @@ def test_commands_for_a_scheduler_are_shown_and_not_run(
     assert order["done"] is None
 
 
-def test_an_order_that_fails_is_told(
+def test_an_order_that_fails_is_reported(
     cluster: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", "")
@@ -334,7 +334,7 @@ def test_stdin_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.cluster  # slow
 @pytest.mark.parametrize("source", ["file", "stdin"])
-def test_long_reading_says_how_far_it_is(
+def test_progress_of_long_reading_is_shown(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("seatrial.cli.progress.PLAIN_EVERY_S", 0.0)

@@ -314,7 +314,7 @@ def test_how_a_verb_ends_is_the_exit_code(run: Run, body: str, code: int, stderr
     assert (done.returncode, done.stdout, done.stderr) == (code, "", stderr)
 
 
-def test_a_bug_is_told_as_one(run: Run) -> None:
+def test_a_bug_is_reported_as_one(run: Run) -> None:
     done = run(code=FAILING.format(body="1 / 0"))
     assert done.returncode == 3
     assert done.stderr.startswith("Traceback (most recent call last):\n")
@@ -364,7 +364,7 @@ def test_an_answer_that_a_full_disk_did_not_take_was_not_given(tmp_path: Path) -
     assert "No space left on device" in done.stderr
 
 
-def test_names_that_are_no_utf8(run: Run, tmp_path: Path) -> None:
+def test_names_that_are_not_utf8(run: Run, tmp_path: Path) -> None:
     source, out = os.fsdecode(b"caf\xe9.txt"), os.fsdecode(b"store-\xe9")
     (tmp_path / source).write_text("text")
     made = run("data", "prepare", source, "--out", out)

@@ -92,7 +92,9 @@ def told(out: str = "hf") -> dict[str, Any]:
     return document
 
 
-def test_the_newest_says_what_it_is(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_of_the_newest_states_its_origin(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert export("a-run") == 0
     assert "checkpoint  runs/a-run/checkpoints/step-00000008 (step 8)" in capsys.readouterr().out
     document = told()
@@ -162,16 +164,14 @@ def test_a_checkpoint_by_itself_is_of_an_unknown_run(folder: RunFolder) -> None:
     assert origin(Path("hf")) == "step 5 of run unknown"
 
 
-def test_one_that_the_run_has_set_aside_is_told(
-    folder: RunFolder, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_quarantined_checkpoint_is_reported(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     (folder.checkpoints / "step-00000008").rename(folder.checkpoints / "step-00000008.damaged")
     assert export("a-run") == 0
     assert "Not taken: step-00000008.damaged: was quarantined" in capsys.readouterr().out
     assert told()["not_taken"] == [{"checkpoint": "step-00000008.damaged", "why": "was quarantined"}]
 
 
-def test_a_copy_of_the_same_step_elsewhere_is_no_older_one(folder: RunFolder, tmp_path: Path) -> None:
+def test_a_copy_of_the_same_step_is_not_an_older_one(folder: RunFolder, tmp_path: Path) -> None:
     with folder.job_toml.open("a") as f:
         f.write(f'[checkpoint]\nfallback = "{tmp_path}/spare"\n')
     add_checkpoint(tmp_path / "spare" / "a-run", 8)

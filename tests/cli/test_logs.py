@@ -153,7 +153,7 @@ def test_nothing_logged_yet(show: Show, folder: RunFolder, capsys: pytest.Captur
     assert "did you mean runs/a-run?" in capsys.readouterr().err
 
 
-def test_a_log_that_is_no_file(show: Show, folder: RunFolder) -> None:
+def test_a_log_that_is_not_a_file(show: Show, folder: RunFolder) -> None:
     path = folder.logs / "000002/node0/rank0.log"
     path.unlink()
     os.mkfifo(path)

@@ -87,7 +87,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_verb_names_every_such_record_and_touches_nothing(
+def test_every_verb_names_each_such_record_and_changes_nothing(
     world: World, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, victim = world.run, world.root / "victim"
@@ -111,7 +111,7 @@ def test_every_verb_names_every_such_record_and_touches_nothing(
             path.write_bytes(kept)
 
 
-def test_all_of_them_are_told_at_once(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_of_them_are_reported_at_once(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("events", "ledger", "secret"):
         put("pipe", getattr(world.run, name), world.root)
     assert main(["watch", str(world.run.path), "--once"]) == 2
@@ -198,7 +198,7 @@ def test_a_line_without_end_takes_neither_memory_nor_time(
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o620])
-def test_a_secret_that_others_can_read_is_none(world: World, mode: int) -> None:
+def test_a_secret_that_others_can_read_is_refused(world: World, mode: int) -> None:
     assert len(read_secret(world.run)) == 32
     world.run.secret.chmod(mode)
     with pytest.raises(InputError, match="other users can read it"):
@@ -206,7 +206,7 @@ def test_a_secret_that_others_can_read_is_none(world: World, mode: int) -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file to somebody else")
-def test_a_secret_that_somebody_else_has_put_there_is_none(world: World) -> None:
+def test_a_secret_of_another_user_is_refused(world: World) -> None:
     os.chown(world.run.secret, 12345, 12345)
     with pytest.raises(InputError, match="it belongs to another user"):
         read_secret(world.run)

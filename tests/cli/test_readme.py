@@ -134,7 +134,7 @@ def test_the_cheap_commands_run(
     assert (tmp_path / "data" / "tokens" / "manifest.json").is_file()
 
 
-def test_an_error_is_shown_as_it_is_told(
+def test_an_error_is_shown_with_its_own_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

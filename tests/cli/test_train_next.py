@@ -111,7 +111,7 @@ def test_any_other_end_is_followed_by_the_same_command(folder: RunFolder, code: 
     assert offered(folder, code)[0] == "seatrial train job.toml   # resumes after step 5"
 
 
-def test_a_trouble_of_an_earlier_start_is_none_of_this_one(folder: RunFolder) -> None:
+def test_a_problem_of_an_earlier_start_is_not_repeated(folder: RunFolder) -> None:
     diverge(folder)
     events.append(folder, "run_started", "8 ranks", generation=2)
     events.append(folder, "run_failed", "a rank was killed", severity="error", generation=2, data={})

@@ -202,7 +202,7 @@ def test_all_problems_come_at_once_and_in_order(validate: Validate) -> None:
 
 
 @pytest.mark.parametrize("preset", [EIGHT, SEVEN, LARGE])
-def test_a_preset_that_is_not_filled_in_says_so(validate: Validate, preset: str) -> None:
+def test_an_unfilled_preset_is_refused(validate: Validate, preset: str) -> None:
     text = preset_text(preset)
     said = validate(text)
     assert said.code == 2

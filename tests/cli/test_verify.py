@@ -145,7 +145,7 @@ class TestARun:
         ]
         assert "error: the records do not prove that every sample was seen once" in err
 
-    def test_a_line_torn_by_a_crash_is_told_and_proves_nothing_wrong(
+    def test_a_torn_line_is_reported_but_is_not_a_violation(
         self, folder: RunFolder, capsys: pytest.CaptureFixture[str]
     ) -> None:
         text = folder.ledger.read_bytes().splitlines(keepends=True)

@@ -19,7 +19,7 @@ from typing import Any
 from rank_specs import rank_spec
 from seatrial.base.lines import Channel
 from seatrial.control.hangs.blame import Blame, Sighting, find_blame
-from seatrial.control.hangs.evidence import Evidence, Look
+from seatrial.control.hangs.evidence import Evidence, Observation
 from seatrial.job.layout import Layout
 from seatrial.record import messages as msg
 
@@ -174,7 +174,7 @@ class RankAgent:
         raise AssertionError(f"the ranks do not come to rest: {before}")
 
     def look(self, *ranks: int) -> dict[int, Evidence]:
-        looks = {r: Look(self.pids[r], self.log(r)) for r in ranks}
+        looks = {r: Observation(self.pids[r], self.log(r)) for r in ranks}
         self.hear("nothing", 0, within_s=0.3)  # CPU time is counted in hundredths of a second
         return {r: look.end() for r, look in looks.items()}
 

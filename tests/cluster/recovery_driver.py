@@ -18,7 +18,7 @@ from typing import Any
 
 from seatrial.control.net import lease
 from seatrial.job import load_job
-from seatrial.launch import LocalLauncher, gather, local, preflight
+from seatrial.launch import LocalLauncher, attended, local, preflight
 from seatrial.launch.agents import AgentHandle
 from seatrial.launch.session import prepare_session
 from seatrial.record.folder import RunFolder
@@ -74,11 +74,11 @@ def main() -> int:
     voyage = prepare_session(job, Path("runs"))
     held = Held(voyage.opened.folder, plan.get("coordinator"))
 
-    class Gathering(gather.Gathering):
+    class AttendedRun(attended.AttendedRun):
         def __init__(self, folder: RunFolder, generation: int, start: Any, **more: Any) -> None:
             super().__init__(folder, generation, held.start(start), **more)
 
-    gather.Gathering = Gathering  # type: ignore[misc]
+    attended.AttendedRun = AttendedRun  # type: ignore[misc]
     launcher = LocalLauncher(returns={int(n): s for n, s in plan.get("returns", {}).items()})
     if late:
         launcher.launch = partial(launcher.launch, worker_module="late_rank")  # type: ignore[method-assign]

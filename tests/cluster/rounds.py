@@ -27,9 +27,9 @@ from pathlib import Path
 from seatrial.base import process
 from seatrial.data.prepare import data_cache, resolve_stores
 from seatrial.drill import weights
+from seatrial.drill.drill_run import DrillRun, Overdue, processes_of
 from seatrial.drill.expectation import OTHER_WORLD
 from seatrial.drill.reference import Reference, run_reference
-from seatrial.drill.stage import Overdue, Stage, processes_of
 from seatrial.job import Job
 from seatrial.job.changed import Copy
 from seatrial.job.loading import job_from_text
@@ -130,8 +130,8 @@ def _command(pid: int) -> list[str]:
 class Faults:
     """What can be done to a run; `done` says what was."""
 
-    def __init__(self, stage: Stage, choose: random.Random) -> None:
-        self._stage, self._choose = stage, choose
+    def __init__(self, run: DrillRun, choose: random.Random) -> None:
+        self._stage, self._choose = run, choose
         self.done: list[str] = []
         self._later: list[tuple[float, Callable[[], None]]] = []
 
@@ -192,7 +192,7 @@ class Faults:
                 os.kill(pid, number)
 
     def _note(self, what: str) -> None:
-        self.done.append(f"at {time.monotonic() - self._stage.began:.1f} s {what}")
+        self.done.append(f"at {time.monotonic() - self._stage.started_at:.1f} s {what}")
 
 
 # -- a round
@@ -220,53 +220,53 @@ def play(
     name, text = f"round-{number}", reference.copy.job.to_toml()
     job = job_from_text(text.replace('"reference"', f'"{name}"'), name=name, base_folder=root)
     coming = list(drawn(choose, reference) if strikes is None else strikes)
-    stage = Stage(root, job, limit_s=LIMIT_S)
-    faults = Faults(stage, choose)
-    began = time.monotonic()
+    run = DrillRun(root, job, limit_s=LIMIT_S)
+    faults = Faults(run, choose)
+    started_at = time.monotonic()
     try:
-        stage.start()
-        problem = _follow(stage, faults, coming)
-        stage.wait_gone()
+        run.start()
+        problem = _follow(run, faults, coming)
+        run.wait_gone()
     finally:
-        stage.close()
-    seconds = time.monotonic() - began
-    return problem or _compare(stage, job, reference), faults.done, seconds
+        run.close()
+    seconds = time.monotonic() - started_at
+    return problem or _compare(run, job, reference), faults.done, seconds
 
 
-def _follow(stage: Stage, faults: Faults, coming: list[Strike]) -> str:
+def _follow(run: DrillRun, faults: Faults, coming: list[Strike]) -> str:
     def look(_scene: object) -> bool:
         faults.tick()
-        while coming and time.monotonic() - stage.began >= coming[0].time:
+        while coming and time.monotonic() - run.started_at >= coming[0].time:
             if not faults.strike(coming[0].kind, coming[0].how):
                 break  # not yet
             coming.pop(0)
-        return not stage.running()
+        return not run.running()
 
     try:
-        stage.wait_until(look)
+        run.wait_until(look)
         # Each time that the run's own process was killed, the same command goes on.
-        while stage.exits[-1] != 0 and len(stage.exits) <= faults.launcher_deaths:
-            stage.wait_gone()
-            if stage.left:
-                return f"left behind: {stage.left}"
-            stage.again()
-            stage.wait_until(look)
+        while run.exits[-1] != 0 and len(run.exits) <= faults.launcher_deaths:
+            run.wait_gone()
+            if run.left:
+                return f"left behind: {run.left}"
+            run.rerun()
+            run.wait_until(look)
     except Overdue:
         return "stalled"
-    if stage.exits[-1] != 0:
-        return f"exit {stage.exits[-1]}"
+    if run.exits[-1] != 0:
+        return f"exit {run.exits[-1]}"
     return ""
 
 
-def _compare(stage: Stage, job: Job, reference: Reference) -> str:
-    if stage.left:
-        return f"left behind: {stage.left}"
-    events, problems = read_events(stage.folder)
-    ledger, wrong = read_ledger(stage.folder)
+def _compare(run: DrillRun, job: Job, reference: Reference) -> str:
+    if run.left:
+        return f"left behind: {run.left}"
+    events, problems = read_events(run.folder)
+    ledger, wrong = read_ledger(run.folder)
     gaps = [*map(str, problems), *map(str, wrong), *ledger_gaps(ledger, job.train.global_batch)]
     if gaps or max((r.step for r in ledger), default=0) != STEPS:
         return f"ledger: {gaps or 'it ends early'}"
-    difference = weights.compare(stage.folder.checkpoints / f"step-{STEPS:08d}", reference.checkpoint(STEPS))
+    difference = weights.compare(run.folder.checkpoints / f"step-{STEPS:08d}", reference.checkpoint(STEPS))
     shrank = any(e.kind == "shrunk" for e in events) or any(
         e.kind == "recovered" and (e.data or {}).get("layout") for e in events
     )

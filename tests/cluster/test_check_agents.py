@@ -107,7 +107,7 @@ def test_tools_end_hang_and_are_absent(mark: str) -> None:
         assert ask(agent_pool, {"do": "ping"}).alive
 
 
-def test_a_server_is_told_of_once_it_listens(mark: str) -> None:
+def test_a_server_is_reported_once_it_listens(mark: str) -> None:
     serve = "import socket, sys; s = socket.create_server(('', int(sys.argv[1]))); s.accept()"
     heard: list[dict[str, Any]] = []
     with AgentPool([host(mark)]) as agent_pool:
@@ -261,7 +261,9 @@ def test_what_a_login_prints_does_not_matter(mark: str) -> None:
         (("sh", "-c", "kill -9 $$"), "was killed by SIGKILL"),
     ],
 )
-def test_a_host_where_no_agent_starts_says_why(mark: str, prefix: tuple[str, ...], words: str) -> None:
+def test_the_reason_is_reported_if_an_agent_does_not_start(
+    mark: str, prefix: tuple[str, ...], words: str
+) -> None:
     with AgentPool([host(mark, *prefix), host(mark)]) as agent_pool:
         first, second = agent_pool.greet(WITHIN_S).values()
         assert (first.alive, second.alive) == (False, True)

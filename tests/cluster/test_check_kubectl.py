@@ -137,13 +137,13 @@ def test_the_node_that_failed_is_tainted_and_comes_back(api: Api, capsys: pytest
     assert api.taints("n2") == []
 
 
-def test_a_node_that_the_cluster_does_not_have_is_told(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_node_unknown_to_the_cluster_is_reported(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
     outputs(n1="ibstat_four_ndr.txt", n9="ibstat_one_down.txt")
     assert main(APPLY) == 1
     assert 'exit code 1: Error from server (NotFound): nodes "n9" not found' in capsys.readouterr().err
 
 
-def test_without_apply_the_api_hears_nothing(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_apply_no_request_is_sent_to_the_api(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
     outputs(n1="ibstat_four_ndr.txt", n2="ibstat_one_down.txt")
     assert main(APPLY[:-1]) == 1
     assert api.taints("n2") == []

@@ -90,7 +90,7 @@ def test_what_is_printed_does_in_a_shell_what_apply_does(
     assert cluster.show("n4")["reason"] == "seatrial NET001 mlx5_2/1: Down, physical state Polling"
 
 
-def test_a_node_that_somebody_has_drained_keeps_his_reason(
+def test_a_node_drained_by_a_user_keeps_its_reason(
     cluster: slurm_cluster.Slurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cluster.run("scontrol", "update", "nodename=n3", "state=drain", "reason=new fan on Monday")

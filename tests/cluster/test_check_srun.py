@@ -64,7 +64,7 @@ def test_agents_are_steps_of_the_job_and_end_with_the_check(allocation: slurm_cl
         agent_pool.ask({(n, 0): {"do": "prepare"} for n in (0, 1)}, limit_s=120.0)
         pair = RankGroup((0, 1), ((0,), (0,)), ((0, 1, 0), (1, 0, 1)), (65536,))
         seconds = {"flow": 0.2, "sum": 0.1, "stall": 30.0}
-        (result,) = Ranks(agent_pool, hosts, ["one", "one"], "cpu").play([pair], seconds, WITHIN_S)
+        (result,) = Ranks(agent_pool, hosts, ["one", "one"], "cpu").run([pair], seconds, WITHIN_S)
         assert result.whole, result.why
         pids = [int(reply.value["pid"]) for reply in greetings.values() if reply.value is not None]
         assert all(Path(f"/proc/{pid}").exists() for pid in pids)

@@ -139,7 +139,7 @@ def test_no_verb_executes_what_lies_in_the_current_folder(place: Place, words: s
 
 
 @pytest.mark.long
-def test_compiled_code_is_kept_where_nobody_else_can_put_any(place: Place) -> None:
+def test_compiled_code_is_kept_in_a_private_folder(place: Place) -> None:
     """Nor does what torch asks other Pythons for execute anything of the current folder."""
     foreign = place.folder / "tmp" / f"torchinductor_{getpass.getuser()}"
     foreign.mkdir(mode=0o777, exist_ok=True)  # importing torch has made it already, with nothing in it

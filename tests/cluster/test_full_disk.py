@@ -28,7 +28,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(runs)], check=True)
 
 
-def test_the_cause_is_told_although_nothing_can_be_written(folder: Path) -> None:
+def test_the_cause_is_reported_although_the_disk_is_full(folder: Path) -> None:
     """Steps cannot be recorded, so training must end: a checkpoint must not outlive the record of its steps."""
     trial = Trial(folder, "train.steps=500", "train.sample_tokens=0")
     try:

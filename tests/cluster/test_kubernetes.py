@@ -226,7 +226,7 @@ def test_a_queue_admits_takes_back_and_admits_again(trial: Trial) -> None:
     assert trial.state() == "running"
 
 
-def test_pods_that_find_no_machine_are_told(trial: Trial) -> None:
+def test_unschedulable_pods_are_reported(trial: Trial) -> None:
     trial.cluster.free.clear()
     trial.submit()
     trial.cluster.until(lambda: trial.cluster.phases() == [(0, "Pending"), (1, "Pending")], "two pods")
@@ -245,7 +245,7 @@ def test_the_same_start_twice_is_refused_and_the_first_goes_on(trial: Trial) -> 
     assert [len(trial.cluster.all(r)) for r in ("jobs", "services")] == [2, 2]
 
 
-def test_what_the_server_refuses_is_told_and_nothing_is_made(trial: Trial) -> None:
+def test_a_refused_object_is_reported_and_nothing_is_created(trial: Trial) -> None:
     """Found by the dry run: the Job alone would have been accepted."""
     file = trial.folder / FILE
     text = trial.launcher.render(trial.job(), trial.run)[FILE]
@@ -296,7 +296,7 @@ def test_the_commands_for_logs_work_as_they_are(trial: Trial) -> None:
     assert f"[pod/{trial.name}-0-" in logs
 
 
-def test_without_a_server_or_kubectl_all_is_told(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_server_or_kubectl_is_reported(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
     trial.submit()
     config = trial.folder / "config"
     config.write_text(config.read_text().replace(str(trial.cluster.server_port), "1"))

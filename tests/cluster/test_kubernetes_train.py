@@ -174,7 +174,7 @@ def test_a_lost_machine_makes_it_smaller_until_there_is_another(kubernetes: Kube
 
 
 @pytest.mark.long
-def test_an_agent_that_is_told_to_leave_is_started_again(
+def test_an_agent_that_is_asked_to_leave_is_restarted(
     kubernetes: Kubernetes, undisturbed_long: Trial
 ) -> None:
     """As a machine does that shuts down: its pod gets SIGTERM, and nobody deletes it."""
@@ -250,7 +250,7 @@ def test_a_run_that_fails_is_not_started_again_by_its_job(kubernetes: Kubernetes
 
 
 @pytest.mark.long
-def test_stop_ends_what_nobody_followed_of_a_run_that_failed(kubernetes: Kubernetes) -> None:
+def test_stop_ends_the_rest_of_a_failed_run(kubernetes: Kubernetes) -> None:
     trial = kubernetes.train(*LONG, "resilience.max_restarts=0")
     trial.until_step(5)
     kubernetes.cluster.backoff_s = 3600.0

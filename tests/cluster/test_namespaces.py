@@ -71,6 +71,6 @@ def test_the_loss_of_the_coordinators_node_is_survived(folder: Path, start: Call
 
 def test_namespaces_are_for_one_machine(folder: Path) -> None:
     with pytest.raises(
-        InputError, match=r'namespaces is for the nodes of one machine, and launcher is "slurm"'
+        InputError, match=r'namespaces is for the nodes of one machine, but launcher is "slurm"'
     ):
         load_job(folder / "job.toml", ["cluster.namespaces=true", "cluster.launcher=slurm"])

@@ -197,7 +197,7 @@ def test_half_made_hosts_are_removed(hosts: Hosts, monkeypatch: pytest.MonkeyPat
     assert namespaces() == before
 
 
-def test_who_is_not_root_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_root_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(Unavailable, match="need root"), Hosts(1):
         raise AssertionError

@@ -114,7 +114,7 @@ def test_a_flood_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.ended, len(found.out)) == ("ok", 1 << 20)
 
 
-def test_a_process_that_cannot_be_killed_is_left_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unkillable_process_is_abandoned_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """One in an uninterruptible wait cannot be made here, so the signal is kept away from a sleeping one."""
     monkeypatch.setattr("seatrial.check.node.run_tool.process.signal_group", lambda pid, signum: None)
     before = children()
@@ -380,7 +380,7 @@ def test_storage_probe_works_without_o_tmpfile_and_o_direct(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_bytes_that_come_back_changed_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_bytes_are_detected_on_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.readv
 
     def changed(fd: int, into: Any) -> int:
@@ -486,7 +486,7 @@ def two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(probe_cuda, name, 1 << 20)
 
 
-def test_all_that_is_measured_on_devices_is_told(two_devices: None) -> None:
+def test_all_device_measurements_are_reported(two_devices: None) -> None:
     """On a stand-in: what torch.cuda really does is in tests/gpu."""
     told: list[dict[str, Any]] = []
     probe_cuda.measure_cuda(600.0, told.append)
@@ -507,7 +507,7 @@ def test_all_that_is_measured_on_devices_is_told(two_devices: None) -> None:
     assert not any("failed" in m or "skipped" in m for m in told)
 
 
-def test_no_time_left_is_told(two_devices: None) -> None:
+def test_parts_without_time_left_are_reported(two_devices: None) -> None:
     told: list[dict[str, Any]] = []
     probe_cuda.measure_cuda(-1.0, told.append)
     assert [m["skipped"] for m in told if "skipped" in m] == [
@@ -556,7 +556,7 @@ def test_nvidia_smi_samples_where_nvml_cannot(tmp_path: Path, monkeypatch: pytes
     assert children() == set()
 
 
-def test_a_result_tells_itself_in_json() -> None:
+def test_a_result_as_json() -> None:
     facts = Result("x", "hung", -9, "out", "err", 1.0, 1.0).facts()
     assert json.loads(json.dumps(facts))["why"] == "x: did not end within 1 s"
     assert "out" not in facts

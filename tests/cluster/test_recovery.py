@@ -276,7 +276,7 @@ def test_the_node_that_coordinates_is_lost_like_any_other(begin: Begin, referenc
 
 
 @pytest.mark.long
-def test_the_loss_of_a_coordinator_without_ranks_stops_nobody(begin: Begin, reference: Trial) -> None:
+def test_losing_a_coordinator_without_ranks_stops_no_rank(begin: Begin, reference: Trial) -> None:
     """The next one takes over a run that goes on, and must notice what happens to it."""
     trial = begin("cluster.spares=1", coordinator=2)
     trial.until_step(4)

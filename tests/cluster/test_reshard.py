@@ -137,7 +137,7 @@ def test_back_in_the_first_layout(moved: Moved, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_training_goes_on_as_if_nothing_had_happened(moved: Moved, name: str) -> None:
+def test_training_continues_unchanged_after_a_reshard(moved: Moved, name: str) -> None:
     """After the way there and back, the next steps have the bits that they would have had."""
     for rank, (on, whole) in enumerate(zip(moved.ranks(f"{name}-on"), moved.ranks("whole"), strict=True)):
         assert on["losses"] == whole["losses"][TRAINED:], rank

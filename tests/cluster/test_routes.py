@@ -123,7 +123,7 @@ def test_address_fallbacks_without_a_route_to_a_peer(hosts: Hosts) -> None:
         ("10.88.0.0/16", "10.88.0.1", "eth1"),
     ],
 )
-def test_bind_wins(hosts: Hosts, bind: str, address: str, interface: str) -> None:
+def test_bind_overrides_the_route(hosts: Hosts, bind: str, address: str, interface: str) -> None:
     found = ask(hosts, "10.77.0.2", bind=bind)
     assert found == {"address": address, "interface": interface, "reason": f'cluster.bind = "{bind}"'}
 
@@ -134,7 +134,7 @@ def test_bind_interface_uses_its_address_of_the_peers_family(hosts: Hosts) -> No
 
 
 @pytest.mark.parametrize("bind", ["eth7", "10.99.0.0/16", "10.88.0.2", "not an interface/12"])
-def test_bind_that_matches_nothing_says_what_there_is(hosts: Hosts, bind: str) -> None:
+def test_bind_that_matches_nothing_lists_the_addresses(hosts: Hosts, bind: str) -> None:
     found = ask(hosts, "10.77.0.2", bind=bind)
     assert f'has no address or interface "{bind}"' in found["error"]
     for there in (

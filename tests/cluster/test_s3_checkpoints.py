@@ -62,7 +62,7 @@ def save(writer: AsyncWriter, run: RunFolder, url: str, step: int, **options: An
     return writer.wait_removed(WAIT_S)
 
 
-def test_saved_read_removed_and_set_aside(s3_url: str, writer: AsyncWriter, run: RunFolder) -> None:
+def test_save_read_remove_and_quarantine(s3_url: str, writer: AsyncWriter, run: RunFolder) -> None:
     url = f"{s3_url}/runs/trial"
     place = open_place(url)
     place.prepare()
@@ -125,7 +125,7 @@ def test_no_such_bucket_and_no_credentials(
     assert save(writer, run, f"{s3_url}/x", 2)[0].ok, "the process is as good as before"
 
 
-def test_a_service_that_does_not_answer_is_no_damage(
+def test_an_unreachable_service_is_not_damage(
     writer: AsyncWriter, run: RunFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """It goes away between two saves: the fallback takes the second, and the first is there when it comes back."""

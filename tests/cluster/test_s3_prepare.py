@@ -60,7 +60,7 @@ def test_prepared_looked_at_verified_and_exported(
     assert f"{url}/shard-00000.bin: damaged: SHA-256" in capsys.readouterr().out
 
 
-def test_an_upload_that_broke_off_is_gone_on_with(
+def test_an_interrupted_upload_is_resumed(
     corpus: Path,
     s3_server: MotoServer,
     s3_url: str,

@@ -113,7 +113,7 @@ def test_more_keys_than_one_answer_lists_or_one_request_removes(store: S3Store, 
     assert [item["Key"] for item in left] == ["runs/smaller/x"]
 
 
-def test_the_folder_marker_of_a_console_is_no_object(store: S3Store, raw: Any) -> None:
+def test_a_console_s_folder_marker_is_not_an_object(store: S3Store, raw: Any) -> None:
     for key in ("runs/small/", "runs/small/a/"):
         raw.put_object(Bucket=store.bucket, Key=key, Body=b"")
     store.write("a/b", b"1")
@@ -195,7 +195,7 @@ def test_the_answer_to_a_conditional_write_is_lost(store: S3Store, line: Line) -
     assert store.read("m") == b"ours"
 
 
-def test_somebody_was_first_between_the_question_and_the_write(
+def test_another_writer_was_first_between_head_and_put(
     store: S3Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = Target.head
@@ -270,7 +270,7 @@ def test_killed_upload_is_invisible_and_leftovers_are_removed(store: S3Store, ra
     assert uploads(raw, store) == []
 
 
-def test_a_read_that_breaks_off_goes_on_where_it_stood(store: S3Store, line: Line) -> None:
+def test_an_interrupted_read_is_resumed_at_its_offset(store: S3Store, line: Line) -> None:
     data = os.urandom(6 * MIB)
     store.write("x", data)
     path = f"GET /{store.bucket}/runs/small/x".encode()
@@ -282,7 +282,7 @@ def test_a_read_that_breaks_off_goes_on_where_it_stood(store: S3Store, line: Lin
     assert bytes(buffer) == data[5:]
 
 
-def test_a_read_that_never_gets_on_is_given_up(store: S3Store, line: Line) -> None:
+def test_a_read_without_progress_fails(store: S3Store, line: Line) -> None:
     store.write("x", bytes(4 * MIB))
     line.disturb(*[Disturbance(f"GET /{store.bucket}/runs/small/x".encode(), 2000) for _ in range(9)])
     error = refusal(lambda: store.read_into("x", bytearray(4 * MIB), 0))
@@ -342,7 +342,7 @@ def test_fewer_bytes_than_asked_for_are_an_error(store: S3Store) -> None:
         assert (error.kind, error.url) == ("short", f"s3://{store.bucket}/runs/small/x")
 
 
-def test_a_bucket_that_is_not_there(s3_url: str, memory: Callable[[int], Readable]) -> None:
+def test_a_missing_bucket(s3_url: str, memory: Callable[[int], Readable]) -> None:
     store = S3Store("no-such-bucket", "", QUICK)
     for call in (
         lambda: store.size("x"),
@@ -368,18 +368,18 @@ def test_no_credentials(store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None
     assert "AWS_ACCESS_KEY_ID" in (error.hint or "")
 
 
-def test_a_profile_that_is_not_there(store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_profile(store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_PROFILE", "nobody")
     error = refusal(lambda: store.read("x"))
     assert (error.kind, "nobody" in error.cause) == ("denied", True)
 
 
-def test_an_endpoint_that_is_no_address(store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endpoint_that_is_not_an_address(store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "127.0.0.1:9000")
     assert "AWS_ENDPOINT_URL" in (refusal(lambda: store.names()).hint or "")
 
 
-def test_nobody_at_the_endpoint(store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endpoint_without_listener(store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{taken.getsockname()[1]}")
@@ -388,7 +388,7 @@ def test_nobody_at_the_endpoint(store: S3Store, monkeypatch: pytest.MonkeyPatch)
     assert "AWS_ENDPOINT_URL" in (error.hint or "")
 
 
-def test_a_silent_service_is_given_up_in_time(
+def test_a_silent_service_fails_in_time(
     store: S3Store, s3_server: MotoServer, memory: Callable[[int], Readable]
 ) -> None:
     store.write("x", b"12345")

@@ -90,7 +90,7 @@ def test_two_sizes_in_one_allocation(folder: Path, allocation: str, slurm: slurm
     assert slurm.run("squeue", "--noheader", "--format=%i").split() == [allocation]
     large = seatrial(folder, "scale", "job.toml", "--nodes", "1,4")
     assert large.returncode == 2
-    assert f"the allocation {allocation} has 2 nodes, and the largest size needs 4" in large.stderr
+    assert f"the allocation {allocation} has 2 nodes, but the largest size needs 4" in large.stderr
 
 
 def test_killed_it_leaves_no_step(folder: Path, allocation: str, slurm: slurm_cluster.Slurm) -> None:

@@ -232,11 +232,11 @@ def test_render_shows_the_commands(folder: Path) -> None:
     )
 
 
-def test_hosts_that_are_none_are_all_told(folder: Path) -> None:
+def test_all_invalid_hosts_are_reported(folder: Path) -> None:
     (folder / "hosts").write_text("a\nb -oProxyCommand=x\n")
     for hosts, problems in (
         ('ssh.hosts=["-oProxyCommand=x", "a", "a"]', ["is not a host name", "a is listed twice"]),
-        ('ssh.hosts=["a"]', ["1 hosts, and nodes + spares = 2 are needed"]),
+        ('ssh.hosts=["a"]', ["1 hosts, but nodes + spares = 2 are needed"]),
         (f"ssh.hostfile={folder}/hosts", ["unknown option '-oProxyCommand=x'"]),
     ):
         job = load_job(folder / "job.toml", ["cluster.launcher=ssh", hosts])

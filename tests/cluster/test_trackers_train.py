@@ -34,7 +34,7 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Begin]:
         yield start
 
 
-def test_trackers_follow_a_live_run_and_harm_nothing(begin: Begin) -> None:
+def test_trackers_follow_a_live_run_without_affecting_it(begin: Begin) -> None:
     trial = begin('watch.trackers=["lines", "raises"]', "train.steps=20000", *ONE_RANK)
     pushed = trial.run / "reports" / "lines.txt"
     trial.until(lambda: pushed.exists() and "step 5:" in pushed.read_text())

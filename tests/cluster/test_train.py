@@ -115,7 +115,7 @@ def copied(project: Path, folder: Path) -> Path:
 
 
 class TestToTheEnd:
-    def test_it_learns_and_says_where_everything_is(self, whole: tuple[Path, int, str, str]) -> None:
+    def test_the_loss_falls_and_the_summary_names_all_files(self, whole: tuple[Path, int, str, str]) -> None:
         folder, code, out, err = whole
         assert code == 0, err
         found = losses(folder)
@@ -248,7 +248,7 @@ class TestKilled:
         run.wait_gone(within_s=5)
 
     @pytest.mark.long  # the words: tests/cli/test_causes.py; the decision: tests/unit/train
-    def test_a_run_that_diverges_says_so_and_what_may_help(self, one_node: Path, start: Start) -> None:
+    def test_a_diverged_run_is_reported_with_suggestions(self, one_node: Path, start: Start) -> None:
         """With weights that no number of steps mends; the same command would end in the same way."""
         assert start("--set", "train.steps=3", "--set", "name=short").wait()[0] == 0
         assert seatrial(one_node, "export", "runs/short", "--out", "hf").returncode == 0
@@ -476,7 +476,7 @@ class TestResume:
         assert "moved" in err
         assert len(records(one_node / "elsewhere/metrics.jsonl")) >= 2
 
-    def test_nobody_reads_the_console(self, one_node: Path, start: Start) -> None:
+    def test_a_console_that_is_not_read(self, one_node: Path, start: Start) -> None:
         run = start()
         run.wait_line("small")
         assert run.process.stderr is not None

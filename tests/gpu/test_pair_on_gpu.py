@@ -39,7 +39,7 @@ def agent_pool() -> Iterator[AgentPool]:
 
 
 def play(agent_pool: AgentPool, *worlds: RankGroup) -> list[Outcome]:
-    return Ranks(agent_pool, agent_pool.hosts, ["a", "b"], "cuda").play(worlds, SECONDS, 300.0)
+    return Ranks(agent_pool, agent_pool.hosts, ["a", "b"], "cuda").run(worlds, SECONDS, 300.0)
 
 
 def test_one_rank_sums_rightly_and_nccl_says_its_part(agent_pool: AgentPool) -> None:
@@ -68,7 +68,7 @@ def test_two_gpus_send_and_receive_and_sum(agent_pool: AgentPool) -> None:
     (result,) = play(agent_pool, RankGroup((0, 1), ((0,), (1,)), WAYS, (MIB, 256 * MIB)))
     assert result.whole, result.why
     for way in (0, 1):
-        (flow,) = result.way(way)
+        (flow,) = result.direction(way)
         assert flow.gbit_s > 10.0  # PCIe 3.0 x4 carries twice as much
     assert [s.wrong for s in result.sums] == [0, 0]
     text = " ".join(line for _, line in result.nccl)

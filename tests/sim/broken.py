@@ -17,7 +17,7 @@ class StartsWithoutWaiting(Machine):
         told = [n for n in nodes if self.roster.node(n).joined]
         super()._stop(told)
         for node in told:
-            self.roster.ended(node, self.generation)
+            self.roster.stopped(node, self.generation)
 
 
 class ReusesALostNode(Machine):

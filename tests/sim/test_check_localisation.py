@@ -18,7 +18,7 @@ from random_faults import culprit, draw
 
 from seatrial.check.blame import infer
 from seatrial.check.blame.faults import KINDS, LEAF_KINDS, Fault, Shape
-from seatrial.check.blame.infer import Ledger, Readings
+from seatrial.check.blame.infer import PairRounds, Readings
 from seatrial.check.blame.localise import GroupReadings, Report, localise, most_pair_rounds
 from seatrial.check.blame.nodes import Bools, Ints, NodeStage
 from seatrial.check.blame.rounds import GroupRound, Round
@@ -129,7 +129,7 @@ def test_fixed_rule_of_three_slow_readings_misses_the_goal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The measure can fail: how many readings prove something must follow from how often flows are disturbed."""
-    monkeypatch.setattr(Ledger, "_needed", lambda self, slow, of: infer.PROOF)
+    monkeypatch.setattr(PairRounds, "_needed", lambda self, slow, of: infer.PROOF)
     assert play(1000, 8, HARD).precision < GOAL
 
 

@@ -68,7 +68,7 @@ def test_the_planted_cause_is_first(kind: str) -> None:
     assert results["blamed"] <= 1, results
 
 
-def test_nobody_is_blamed_in_a_healthy_cluster() -> None:
+def test_nothing_is_blamed_in_a_healthy_cluster() -> None:
     assert judged("healthy", range(DRAWS))["blamed"] == 0
 
 
@@ -81,7 +81,7 @@ def test_the_planted_cause_is_first_in_95_of_100(kind: str) -> None:
 
 
 @pytest.mark.long
-def test_nobody_is_blamed_in_99_of_100_healthy_clusters() -> None:
+def test_nothing_is_blamed_in_99_of_100_healthy_clusters() -> None:
     assert judged("healthy", range(LATER, LATER + 200))["blamed"] <= 2
 
 

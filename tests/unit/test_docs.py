@@ -130,12 +130,12 @@ def test_the_table_of_states_is_documented() -> None:
 
 
 # What takes the kind of an event, and at which place. A kind that reaches the file by another way must be added here.
-_BY_NAME = {"tell": 0, "Note": 0, "Ended": 0}
+_BY_NAME = {"record_event": 0, "Note": 0, "ProcessFailure": 0}
 _BY_METHOD = {
     "_event": 0,
     "_external_event": 0,
     "Note": 0,
-    "Ended": 0,
+    "ProcessFailure": 0,
     "event_of_first": 0,
     "ExternalEvent": 0,
     "MonitorFailed": 0,
@@ -143,7 +143,7 @@ _BY_METHOD = {
 # Kinds that are passed on: from what, by whom. Their sources are found by the names above.
 _PASSED_ON = {
     "action.kind": ("control/coordinator/executor.py",),  # of a Note
-    "failure.event": ("control/coordinator/coordinator.py",),  # of an Ended
+    "failure.event": ("control/coordinator/coordinator.py",),  # of a ProcessFailure
     "message.kind": (
         "control/coordinator/coordinator.py",  # of an agent's `ExternalEvent`
         "control/coordinator/monitor.py",  # of a `MonitorFailed`
@@ -245,10 +245,10 @@ def _text(node: ast.AST) -> str:
 
 
 def event_kinds() -> set[str]:
-    """Every kind of event that the source can write: of files that know of events, or that `tell` those who do."""
+    """Every kind of event that the source can write: of files that use records, or call a function that does."""
     found: set[str] = set()
     for path in sorted(SOURCE.rglob("*.py")):
-        if SOURCE / "check" in path.parents:  # writes no events; its `tell` tells a person
+        if SOURCE / "check" in path.parents:  # writes no events
             assert "seatrial.record" not in path.read_text(encoding="utf-8"), path
             continue
         found |= Kinds(path).found

@@ -160,7 +160,7 @@ class TestOptimizer:
         optimizer.allow()
         assert update(1.0) == pytest.approx((0.7 * 0.9 - 0.2, 2.0, 2))
 
-    def test_a_class_that_is_not_there_is_named(self) -> None:
+    def test_a_missing_class_is_named(self) -> None:
         OPTIMIZERS.imported("momentum", optimizer_named("momentum").implementation)
         with pytest.raises(InputError, match='the optimizer "momentum" of seatrial_examples:No cannot be'):
             OPTIMIZERS.imported("momentum", "seatrial_examples:No")

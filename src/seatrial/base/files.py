@@ -33,7 +33,7 @@ class NotAFile(OSError):
 
 
 def open_file(path: Path, flags: int = os.O_RDONLY, *, links: bool = False) -> int:
-    """Open the regular file at `path` and return its descriptor; created with mode 644 if `flags` say so.
+    """Open the regular file at `path` and return its descriptor; created with mode 644 if `flags` has O_CREAT.
 
     Raises NotAFile for anything else, including links: the link's creator would choose what is read or overwritten.
     `links` follows them, for files that belong to the user or are verified by hash.

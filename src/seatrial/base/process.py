@@ -70,7 +70,7 @@ def allow_files(count: int, what: str) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if resource.RLIM_INFINITY != soft < count:
         if resource.RLIM_INFINITY != hard < count:
-            message = f"a process may have {hard} files open here, and {what} need {count}"
+            message = f"a process may have {hard} files open here, but {what} need {count}"
             raise InputError(message, hint="raise the limit, as with `ulimit -Hn 65536`, or start fewer")
         resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
 

@@ -35,7 +35,7 @@ def retire(
 ) -> Retired:
     """Remove checkpoints older than the `keep` newest verified ones, except those that `stand_for` a step.
 
-    `sure`: a rollback may still go behind any later step, and set its checkpoints aside, so the newest verified one at
+    `sure`: a rollback may still go behind any later step, and quarantine its checkpoints, so the newest verified one at
     or before that step stays too. Before anything is removed, those that stay are read if they are not verified yet; a
     damaged one does not count, and stays for analysis. `stop` returns true when something more urgent waits: the next
     call does the rest. Only one process may call it. Raises OSError or StorageError if the place cannot be listed.

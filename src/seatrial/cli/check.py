@@ -156,9 +156,9 @@ def _run(args: argparse.Namespace) -> int:
 
         kept = _write_or_refuse(args.save_baseline, lambda path: save_baseline(report, path))
         print(f"{kept} measurements saved to {args.save_baseline}", file=sys.stderr)
-    from seatrial.cli.check_apply import take_out
+    from seatrial.cli.check_apply import drain_failed
 
-    out = take_out(report, args, job)
+    out = drain_failed(report, args, job)
     _files(report, out.orders, args, job)
     code = _print(report, out.orders, args)
     return code or (EXIT_FAILED if out.failed else EXIT_DONE)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from seatrial.base.errors import InputError
-from seatrial.check.reports.adapters import SCHEDULERS, Order, Scheduler, carry_out, orders, reasons, refusal
+from seatrial.check.reports.adapters import SCHEDULERS, Order, Scheduler, orders, reasons, refusal, run_orders
 
 if TYPE_CHECKING:
     from seatrial.check.judging.report import Report
@@ -34,7 +34,7 @@ def verify(args: argparse.Namespace, job: Job | None) -> None:
         raise InputError("--apply requires a scheduler", hint=hint)
 
 
-def take_out(report: Report, args: argparse.Namespace, job: Job | None) -> DrainResult:
+def drain_failed(report: Report, args: argparse.Namespace, job: Job | None) -> DrainResult:
     """The orders for the failed nodes; with --apply they are run, each reported on stderr.
 
     Raises InputError as verify() does, and with --apply if a node's name is invalid.
@@ -56,7 +56,7 @@ def take_out(report: Report, args: argparse.Namespace, job: Job | None) -> Drain
     if why := refusal(report, wanted, force=args.force):
         print(f"error: not applied: {why}", file=sys.stderr)
         return DrainResult(tuple(wanted), failed=True)
-    done = carry_out(wanted, lambda text: print(text, file=sys.stderr, flush=True))
+    done = run_orders(wanted, lambda text: print(text, file=sys.stderr, flush=True))
     return DrainResult(tuple(done), failed=any(order.done is False for order in done))
 
 

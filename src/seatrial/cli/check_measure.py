@@ -35,16 +35,18 @@ def measured(args: argparse.Namespace, job: Job | None) -> Report:
     hostfile = None if args.hostfile is None else Path(args.hostfile)
     hosts = hosts_of(job, hostfile=hostfile, nodes=args.nodes)
     out = Out(sys.stderr, plain=args.plain)
-    say = (lambda text: None) if args.nagios else out.line
+    report = (lambda text: None) if args.nagios else out.line
     here = not any(host.prefix for host in hosts)
     names = [host.name for host in hosts]
     options = _options(args, job, here)
     if options.topology is not None:
-        _verify_topology(options.topology, names, args.topology, say)
-    return check_live(hosts, options, say).recorded(names)
+        _verify_topology(options.topology, names, args.topology, report)
+    return check_live(hosts, options, report).recorded(names)
 
 
-def _verify_topology(topology: Topology, names: Sequence[str], file: str, say: Callable[[str], None]) -> None:
+def _verify_topology(
+    topology: Topology, names: Sequence[str], file: str, report: Callable[[str], None]
+) -> None:
     """Warn of hosts missing in the topology. Raises InputError if it contains none of them."""
     known = {node for node, _ in topology.leaves}
     strange = [name for name in names if name not in known]
@@ -53,7 +55,9 @@ def _verify_topology(topology: Topology, names: Sequence[str], file: str, say: C
         text = f"the topology contains none of the hosts; it has {some}, the hosts are {', '.join(names[:3])}"
         raise InputError(Diagnostic(text, file=file, hint="use the topology's names for the hosts"))
     if strange:
-        say(f"warning: {file} does not know {len(strange)} of {len(names)} hosts: {', '.join(strange[:8])}")
+        report(
+            f"warning: {file} does not list {len(strange)} of {len(names)} hosts: {', '.join(strange[:8])}"
+        )
 
 
 def _options(args: argparse.Namespace, job: Job | None, here: bool) -> LiveOptions:

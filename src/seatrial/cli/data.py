@@ -110,7 +110,7 @@ def _prepare(args: argparse.Namespace) -> int:
     from seatrial.data.writer import DEFAULT_SHARD_TOKENS
     from seatrial.storage.names import is_remote
 
-    began = time.monotonic()
+    started_at = time.monotonic()
     with Progress("preparing") as progress:
         options = {
             "text_key": args.text_key,
@@ -126,7 +126,7 @@ def _prepare(args: argparse.Namespace) -> int:
             manifest = prepare_remote(args.source, args.tokenizer, args.out, **options)
         else:
             manifest = prepare(args.source, args.tokenizer, args.out, **options).manifest
-    print(f"prepared {args.out} in {units.duration(time.monotonic() - began)}", file=sys.stderr)
+    print(f"prepared {args.out} in {units.duration(time.monotonic() - started_at)}", file=sys.stderr)
     return _print(args, args.out, manifest)
 
 

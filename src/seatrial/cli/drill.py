@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     )
     out = Out(plain=args.plain)
     drill.prepare()
-    began = time.monotonic()
+    started_at = time.monotonic()
     out.line(f"drill of {drill.job.name}: {len(scenarios)} scenarios on copies, seed {drill.seed}", "bold")
     out.pair("folder", str(drill.root))
     out.line()
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
             drill.run_all()
         except KeyboardInterrupt:
             interrupted = True
-    return _report(args, out, drill, time.monotonic() - began, interrupted)
+    return _report(args, out, drill, time.monotonic() - started_at, interrupted)
 
 
 def _report(args: argparse.Namespace, out: Out, drill: Drill, seconds: float, interrupted: bool) -> int:

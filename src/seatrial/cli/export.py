@@ -128,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _choose(source: str, step: int | None, allow_older: bool) -> _Choice:
-    """The checkpoints to try. An older one may replace the requested one only with `allow_older`."""
+    """The checkpoints to try, best first. An older one may replace the requested one only with `allow_older`."""
     from seatrial.checkpoint.manifest import step_of
     from seatrial.checkpoint.survey import InFolder, InPlace, checkpoint_at, places_of
 
@@ -151,7 +151,7 @@ def _choose(source: str, step: int | None, allow_older: bool) -> _Choice:
         steps = sorted(filter(None, map(step_of, beside.iterdir())), reverse=True)
         return _Choice([checkpoint], run_folder, steps, [], 0)
     if step is not None and allow_older:
-        raise InputError("--step and --allow-older exclude each other: give one of them")
+        raise InputError("--step and --allow-older are mutually exclusive", hint="choose one")
     run_folder = RunFolder.find(source)
     found: list[tuple[int, int, Checkpoint]] = []
     aside: list[tuple[int, str]] = []

@@ -14,7 +14,7 @@ from seatrial.base.errors import EXIT_DONE, InputError
 from seatrial.cli.checkpoints import age
 from seatrial.record.folder import RunFolder
 from seatrial.record.jsonl import plain
-from seatrial.record.listing import UNUSABLE, Listed, look, run_folders
+from seatrial.record.listing import UNUSABLE, Listed, read_listed, run_folders
 from seatrial.ui import figures
 from seatrial.ui.out import Out
 from seatrial.ui.summary import STATE_STYLES
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         )
     if not root.is_dir() and root != Path("runs"):
         raise InputError(f"{root} is not a folder", hint="give the folder that holds run folders")
-    listed = [look(path, str(path.relative_to(root))) for path in run_folders(root, args.all)]
+    listed = [read_listed(path, str(path.relative_to(root))) for path in run_folders(root, args.all)]
     # A running run without records counts as the newest.
     unknown = {"running": now}
     listed.sort(key=lambda run: (-(run.time or unknown.get(run.state, 0)), run.name))

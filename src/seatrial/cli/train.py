@@ -124,7 +124,7 @@ def _in_background(args: argparse.Namespace, folder: RunFolder) -> int:
     if child.returncode is not None:
         sys.stderr.write(log.read_text())
         return child.returncode
-    print(f"process {child.pid} runs it; its output is {log}")
+    print(f"process {child.pid} runs the job; its output is in {log}")
     print(f"  seatrial attach {shlex.quote(str(folder.path))}   # follows it")
     print(f"  seatrial stop {shlex.quote(str(folder.path))}   # saves the state and ends it")
     return EXIT_DONE

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     """Exit code: 0 all is proven, 1 something is not. Raises InputError if there is nothing to verify."""
     from seatrial.checkpoint.survey import InPlace, checkpoint_at, place_at
 
-    out, began = Out(sys.stdout, plain=args.plain), time.monotonic()
+    out, started_at = Out(sys.stdout, plain=args.plain), time.monotonic()
     checkpoint = checkpoint_at(args.target)
     if checkpoint is not None:
         checkpoints: list[Any] = [checkpoint]
@@ -59,11 +59,11 @@ def run(args: argparse.Namespace) -> int:
             hint="give the address of a checkpoint, .../step-00000500, or of the place where a run keeps them",
         )
     else:
-        return _verify_run(args, out, RunFolder.find(args.target), began)
+        return _verify_run(args, out, RunFolder.find(args.target), started_at)
     if args.ledger:
         raise InputError(f"{args.target} is not a run, so it has no ledger", hint="give a run folder")
     found = examine_all(checkpoints, live=False)
-    return _report(args, out, None, found, [], began)
+    return _report(args, out, None, found, [], started_at)
 
 
 def _is_run(target: str) -> bool:
@@ -74,7 +74,7 @@ def _is_run(target: str) -> bool:
     return True
 
 
-def _verify_run(args: argparse.Namespace, out: Out, folder: RunFolder, began: float) -> int:
+def _verify_run(args: argparse.Namespace, out: Out, folder: RunFolder, started_at: float) -> int:
     from seatrial.checkpoint.survey import InPlace, places_of
     from seatrial.record.audit import audit
 
@@ -89,7 +89,7 @@ def _verify_run(args: argparse.Namespace, out: Out, folder: RunFolder, began: fl
             problems.append(error.message)
     audited = audit(folder)
     problems += _disagreements(audited, found)
-    return _report(args, out, audited, found, problems, began)
+    return _report(args, out, audited, found, problems, started_at)
 
 
 def _disagreements(audited: Audit, found: list[CheckpointReport]) -> list[str]:
@@ -113,7 +113,7 @@ def _report(
     audited: Audit | None,
     found: list[CheckpointReport],
     problems: list[str],
-    began: float,
+    started_at: float,
 ) -> int:
     proof = None if audited is None else audited.proof
     bad = [item for item in found if item.state != "verified"]
@@ -140,7 +140,7 @@ def _report(
         for unread in audited.problems:
             print(f"warning: {unread}", file=sys.stderr)
     if found:
-        size, seconds = sum(item.bytes for item in found), time.monotonic() - began
+        size, seconds = sum(item.bytes for item in found), time.monotonic() - started_at
         print(f"read {units.memory(size)} in {units.duration(seconds)}", file=sys.stderr)
     if not ok:
         _print_hints(bad, proof)

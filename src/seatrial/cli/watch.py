@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _grafana(args: argparse.Namespace) -> int:
-    """Write the files of --grafana, and say how to load them."""
+    """Write the files of --grafana, and print how to load them."""
     for name in ("once", "wait", "plain", "web", "to"):
         if getattr(args, name):
             raise InputError(f"--{name} cannot be combined with --grafana")

@@ -59,7 +59,7 @@ class Assembly:
             part for part in self._parts[self._reached.part :] if part.number not in self._done.results
         ]
         self._report(missing[0].spans[0].file.name if missing else "what is done")
-        self._take(writer)
+        self._append_available(writer)
         for result in team.results(missing, self._read):
             self._waiting[result.number] = result
             self._stopped |= bool(result.problems)
@@ -67,7 +67,7 @@ class Assembly:
             self._in_progress.pop(part.number, None)
             self._finished += part.size
             self._report(part.spans[-1].file.name)
-            self._take(writer)
+            self._append_available(writer)
             if self._stopped:
                 team.only_check()
         if self._problems:
@@ -82,7 +82,7 @@ class Assembly:
         if self._progress is not None:
             self._progress(self._finished + sum(self._in_progress.values()), self._total, name)
 
-    def _take(self, writer: StoreWriter) -> None:
+    def _append_available(self, writer: StoreWriter) -> None:
         """Process the results that are available without a gap."""
         while (result := self._waiting.pop(self._reached.part, None)) is not None:
             part, now = self._parts[result.number], self._reached
@@ -104,7 +104,7 @@ class Assembly:
                     done += len(tokens)
                 self._appending = False
             self._reached = now = _counted(now, result)
-            if not self._stopped and (problem := _rubbish(part, now)) is not None:
+            if not self._stopped and (problem := _non_text_problem(part, now)) is not None:
                 self._problems.append(problem)
                 self._stopped = True
 
@@ -115,7 +115,7 @@ class Assembly:
         self._space.save(self._parts, reached, shards)
 
 
-def _rubbish(part: Part, reached: Reached) -> Diagnostic | None:
+def _non_text_problem(part: Part, reached: Reached) -> Diagnostic | None:
     """The problem if a file split into parts has too many non-text bytes up to `part`."""
     file, last = part.spans[0].file, part.spans[0].end is None
     if last and not part.goes_on:

@@ -172,7 +172,7 @@ class _Worker:
                 progress(self._part, message["done"], message["name"])
         if self.channel.closed:
             raise RunFailed(
-                f"a process that tokenises {status_text(self._process.wait())}",
+                f"a tokeniser process {status_text(self._process.wait())}",
                 hint="if the kernel killed it for memory, use fewer --workers; run the same command again: finished work "
                 "is kept",
             )

@@ -17,13 +17,13 @@ from seatrial.checkpoint.manifest import Damaged
 from seatrial.data.prepare import blend_of, check_stores, data_cache, resolve_stores
 from seatrial.drill import weights
 from seatrial.drill.copies import LEAST_STEPS, Cadence, Plan, copy_of
-from seatrial.drill.evidence import Terms, read_evidence
+from seatrial.drill.drill_run import DrillRun, Overdue, RunEnded
+from seatrial.drill.evidence import Criteria, read_evidence
 from seatrial.drill.injection import Injection, Planted
 from seatrial.drill.judge import Judgement, judge, unjudged
 from seatrial.drill.reference import Reference, longer, run_reference
+from seatrial.drill.run_state import RunState
 from seatrial.drill.scenarios import Scenario, returns_of
-from seatrial.drill.scene import Scene
-from seatrial.drill.stage import Overdue, RunEnded, Stage
 from seatrial.job.changed import Change, Copy
 from seatrial.launch import launcher_for
 from seatrial.launch.netns import Hosts, Unavailable
@@ -119,14 +119,14 @@ class Drill:
         """Run the reference, then each scenario; `results` grows by one at a time."""
         self._reference(replicas=False, steps=self.cadence.steps)
         for scenario in self.scenarios:
-            result = self._play(scenario)
+            result = self._run_scenario(scenario)
             self.results.append(result)
             if self.finished is not None:
                 self.finished(result)
 
     # -- one scenario
 
-    def _play(self, scenario: Scenario) -> Result:
+    def _run_scenario(self, scenario: Scenario) -> Result:
         reason = scenario.missing(self.job)
         if reason is not None:
             return Result(scenario, unjudged(reason))
@@ -155,51 +155,49 @@ class Drill:
         limit = 3 * reference.step_s * plan.steps + _SPARE_TIME_S
         if scenario.lasting:  # a rank that freezes in the first step after a recovery is detected late
             limit += 2 * plan.seconds + 3 * plan.first_step_s
-        stage = Stage(
+        run = DrillRun(
             self.root,
             copy.job,
             limit_s=limit,
             hosts=hosts,
-            on_poll=lambda scene: self._report(scenario.name, scene),
+            on_poll=lambda state: self._report(scenario.name, state),
         )
         overdue = False
         try:
-            stage.start(self._planted(scenario, copy.job, plan), returns_of(scenario, copy.job))
+            run.start(self._planted(scenario, copy.job, plan), returns_of(scenario, copy.job))
             try:
                 with contextlib.suppress(RunEnded):  # the judge evaluates how it ended
-                    scenario.script(stage, plan)
-                stage.wait_end()
-                stage.wait_gone()
+                    scenario.inject(run, plan)
+                run.wait_end()
+                run.wait_gone()
             except Overdue:
                 overdue = True
         finally:
-            stage.close()
-        difference, problem = self._compare(stage, reference, plan.steps)
+            run.close()
+        difference, problem = self._compare(run, reference, plan.steps)
         evidence = read_evidence(
-            stage.folder,
-            stage.injections,
-            exits=stage.exits,
-            left=stage.left,
+            run.folder,
+            run.injections,
+            exits=run.exits,
+            left=run.left,
             overdue=overdue,
             weights=difference,
             weights_problem=problem,
         )
-        terms = Terms(
+        criteria = Criteria(
             steps=plan.steps,
             global_batch=copy.job.train.global_batch,
             snapshot_every=_copied_every(copy.job, node_lost=bool(scenario.expect.replaced)),
             checkpoint_every=plan.cadence.checkpoint,
             reference=reference.losses,
         )
-        judgement = judge(scenario.expect, evidence, terms)
-        return Result(
-            scenario, judgement, stage.seconds, stage.folder.path, copy.changes, tuple(stage.injections)
-        )
+        judgement = judge(scenario.expect, evidence, criteria)
+        return Result(scenario, judgement, run.seconds, run.folder.path, copy.changes, tuple(run.injections))
 
     def _compare(
-        self, stage: Stage, reference: Reference, steps: int
+        self, run: DrillRun, reference: Reference, steps: int
     ) -> tuple[weights.Difference | None, str]:
-        ours = stage.folder.checkpoints / f"step-{steps:08d}"
+        ours = run.folder.checkpoints / f"step-{steps:08d}"
         if not ours.is_dir():
             return None, f"there is no {ours.name}"
         try:
@@ -210,7 +208,7 @@ class Drill:
     def _planted(self, scenario: Scenario, job: Job, plan: Plan) -> list[Planted]:
         return [
             replace(fault, marker=str(self.root / f"{job.name}.fired-{number}.json"))
-            for number, fault in enumerate(scenario.plants(job, plan))
+            for number, fault in enumerate(scenario.planted(job, plan))
         ]
 
     # -- the copies and the references
@@ -283,18 +281,18 @@ class Drill:
         )
         if known is not None:
             copy = longer(known, copy)
-        reference = run_reference(self.root, copy, on_poll=lambda scene: self._report(name, scene))
+        reference = run_reference(self.root, copy, on_poll=lambda state: self._report(name, state))
         self.references[replicas] = reference
         return reference
 
     # -- reporting progress
 
-    def _report(self, name: str, scene: Scene) -> None:
+    def _report(self, name: str, state: RunState) -> None:
         if self.watch is None:
             return
         number = len(self.results) + 1
-        steps = scene.steps
-        self.watch(Progress(name, number, len(self.scenarios), scene.furthest, steps, self.eta_s()))
+        steps = state.steps
+        self.watch(Progress(name, number, len(self.scenarios), state.furthest, steps, self.eta_s()))
 
     def eta_s(self) -> float | None:
         """Seconds until the whole drill is done, from the runs so far; None before the first reference."""

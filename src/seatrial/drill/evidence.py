@@ -48,7 +48,7 @@ class Evidence:
 
 
 @dataclass(frozen=True)
-class Terms:
+class Criteria:
     """What a run is judged against."""
 
     steps: int

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from seatrial.base import units
-from seatrial.drill.evidence import Evidence, Terms
+from seatrial.drill.evidence import Criteria, Evidence
 from seatrial.drill.expectation import OTHER_WORLD, Expectation
 from seatrial.drill.injection import Injection
 from seatrial.record.events import Event
@@ -66,26 +66,26 @@ def unjudged(reason: str) -> Judgement:
     return Judgement("UNJUDGED", (Check("needs", None, reason),))
 
 
-def judge(expected: Expectation, evidence: Evidence, terms: Terms) -> Judgement:
+def judge(expected: Expectation, evidence: Evidence, criteria: Criteria) -> Judgement:
     """Check the evidence against the expectation. PASS only if every check passes."""
     detections = [_detection(expected, evidence, i) for i in evidence.injections]
     recoveries = [
         _recovery(evidence, i, d) if d is not None else None
         for i, d in zip(evidence.injections, detections, strict=True)
     ]
-    different = _differences(evidence, terms)
+    different = _differences(evidence, criteria)
     checks = [
         _injected(evidence),
-        _ended(expected, evidence, terms),
+        _ended(expected, evidence, criteria),
         _calm_before(evidence),
         _detected(expected, evidence.injections, detections),
         _named(expected, evidence),
         _replaced(expected, evidence, detections),
         *_followed(expected, evidence),
         _recovered(expected, recoveries),
-        _redone(expected, evidence, terms),
-        _ledger(evidence, terms),
-        _losses(expected, evidence, terms, different),
+        _redone(expected, evidence, criteria),
+        _ledger(evidence, criteria),
+        _losses(expected, evidence, criteria, different),
         _weights(expected, evidence),
         _left(evidence),
     ]
@@ -137,14 +137,14 @@ def _after(events: Sequence[Event], time: float) -> Iterator[Event]:
     return (e for e in sorted(events, key=lambda e: e.time) if e.time >= time)
 
 
-def _differences(evidence: Evidence, terms: Terms) -> dict[tuple[int, str], float]:
+def _differences(evidence: Evidence, criteria: Criteria) -> dict[tuple[int, str], float]:
     """(step, "loss" or "gradient norm") -> relative difference, where it is not bit-equal to the reference."""
     found: dict[tuple[int, str], float] = {}
     for step, record in evidence.final().items():
-        if step not in terms.reference:
+        if step not in criteria.reference:
             continue
         for what, ours, theirs in zip(
-            ("loss", "gradient norm"), (record.loss, record.grad_norm), terms.reference[step], strict=True
+            ("loss", "gradient norm"), (record.loss, record.grad_norm), criteria.reference[step], strict=True
         ):
             if ours != theirs:
                 apart = abs(ours - theirs) / abs(theirs) if theirs else abs(ours - theirs)
@@ -166,15 +166,15 @@ def _injected(evidence: Evidence) -> Check:
     return Check("injected", True, "; ".join(i.message for i in evidence.injections))
 
 
-def _ended(expected: Expectation, evidence: Evidence, terms: Terms) -> Check:
+def _ended(expected: Expectation, evidence: Evidence, criteria: Criteria) -> Check:
     if evidence.overdue:
         return Check("ended", False, "it did not end and was stopped by the drill")
     if tuple(evidence.exits) != expected.exits:
         wanted, got = (" then ".join(map(str, codes)) for codes in (expected.exits, evidence.exits))
         return Check("ended", False, f"exit {got or 'unknown'}, not {wanted}; {_reason_of(evidence)}")
     last = max((m.step for m in evidence.metrics), default=0)
-    if last != terms.steps:
-        return Check("ended", False, f"its last step is {last}, not {terms.steps}")
+    if last != criteria.steps:
+        return Check("ended", False, f"its last step is {last}, not {criteria.steps}")
     return Check("ended", True, f"exit {' then '.join(map(str, evidence.exits))} after step {last}")
 
 
@@ -240,7 +240,7 @@ def _names(event: Event, injection: Injection, what: str) -> bool:
 
 def _culprit(event: Event) -> str:
     parts = [f"{w} {v}" for w, v in (("node", event.node), ("rank", event.rank)) if v is not None]
-    return " ".join(parts) if parts else "nobody"
+    return " ".join(parts) if parts else "no node or rank"
 
 
 def _replaced(expected: Expectation, evidence: Evidence, detections: Sequence[Event | None]) -> Check | None:
@@ -281,35 +281,35 @@ def _recovered(expected: Expectation, recoveries: Sequence[MetricsRecord | None]
     return Check("recovered", True, "training continued")
 
 
-def _redone(expected: Expectation, evidence: Evidence, terms: Terms) -> Check:
-    each = expected.redone_limit(snapshot=terms.snapshot_every, checkpoint=terms.checkpoint_every)
+def _redone(expected: Expectation, evidence: Evidence, criteria: Criteria) -> Check:
+    each = expected.redone_limit(snapshot=criteria.snapshot_every, checkpoint=criteria.checkpoint_every)
     limit = each * max(1, len(evidence.injections))
     redone = len(evidence.superseded())
     return Check("steps redone", redone <= limit, f"{redone}, at most {limit}")
 
 
-def _ledger(evidence: Evidence, terms: Terms) -> Check:
-    gaps = list(evidence.problems) + ledger_gaps(evidence.ledger, terms.global_batch)
+def _ledger(evidence: Evidence, criteria: Criteria) -> Check:
+    gaps = list(evidence.problems) + ledger_gaps(evidence.ledger, criteria.global_batch)
     last = max((r.step for r in evidence.ledger), default=0)
-    if last != terms.steps:
-        gaps.append(f"it ends with step {last}, not {terms.steps}")
+    if last != criteria.steps:
+        gaps.append(f"it ends with step {last}, not {criteria.steps}")
     if gaps:
         return Check("ledger", False, "; ".join(gaps[:3]))
-    return Check("ledger", True, f"{terms.steps * terms.global_batch} samples, each once and in order")
+    return Check("ledger", True, f"{criteria.steps * criteria.global_batch} samples, each once and in order")
 
 
 def _losses(
     expected: Expectation,
     evidence: Evidence,
-    terms: Terms,
+    criteria: Criteria,
     different: dict[tuple[int, str], float],
 ) -> Check:
     final = evidence.final()
-    absent = [s for s in range(1, terms.steps + 1) if s not in final or s not in terms.reference]
+    absent = [s for s in range(1, criteria.steps + 1) if s not in final or s not in criteria.reference]
     if absent:
         return Check("losses", False, f"step {absent[0]} has no record in this run or in the reference")
     if not different:
-        return Check("losses", True, f"{terms.steps} losses and gradient norms bit-equal to the reference")
+        return Check("losses", True, f"{criteria.steps} losses and gradient norms bit-equal to the reference")
     shrunk = _shrunk_at(evidence)
     exact = expected.world == "same"
     wrong = [

@@ -8,9 +8,9 @@ from pathlib import Path
 from statistics import median
 
 from seatrial.base.errors import RunFailed
+from seatrial.drill.drill_run import DrillRun, Overdue
 from seatrial.drill.evidence import Losses, losses_of, read_metrics_of
-from seatrial.drill.scene import Scene
-from seatrial.drill.stage import Overdue, Stage
+from seatrial.drill.run_state import RunState
 from seatrial.job.changed import Copy
 from seatrial.record.events import read_events
 from seatrial.record.folder import RunFolder
@@ -36,31 +36,31 @@ class Reference:
 
 
 def run_reference(
-    root: Path, copy: Copy, *, on_poll: Callable[[Scene], None] | None = None, limit_s: float = _LIMIT_S
+    root: Path, copy: Copy, *, on_poll: Callable[[RunState], None] | None = None, limit_s: float = _LIMIT_S
 ) -> Reference:
     """Train `copy` to its end. Raises RunFailed if anything went wrong: it would be useless for comparison."""
-    stage = Stage(root, copy.job, limit_s=limit_s, on_poll=on_poll)
+    run = DrillRun(root, copy.job, limit_s=limit_s, on_poll=on_poll)
     try:
-        stage.start()
+        run.start()
         try:
-            code = stage.wait_end()
+            code = run.wait_end()
         except Overdue:
             raise RunFailed(
                 f"the undisturbed copy did not end within {limit_s:.0f} s",
-                hint=f"see {stage.log}; give fewer --steps",
+                hint=f"see {run.log}; give fewer --steps",
             ) from None
-        stage.wait_gone()
+        run.wait_gone()
     finally:
-        stage.close()
-    folder = stage.folder
+        run.close()
+    folder = run.folder
     events, _ = read_events(folder)
     alarm = next((e for e in events if e.kind in ("recovering", "run_failed", "gave_up")), None)
     records, problems = read_metrics_of(folder)
-    if code != 0 or alarm is not None or problems or stage.left:
+    if code != 0 or alarm is not None or problems or run.left:
         what = f": {alarm.message}" if alarm is not None else ""
         raise RunFailed(
             f"the undisturbed copy of the job ended with exit code {code}{what}",
-            hint=f"a drill needs a job that runs: see {stage.log} and `seatrial watch {folder.path} --once`",
+            hint=f"a drill needs a job that runs: see {run.log} and `seatrial watch {folder.path} --once`",
         )
     losses = losses_of(records)
     if sorted(losses) != list(range(1, copy.job.train.steps + 1)):
@@ -72,7 +72,7 @@ def run_reference(
         steps=copy.job.train.steps,
         step_s=median(r.step_time_s for r in records),
         first_step_s=min(r.time for r in records) - min(e.time for e in events),
-        seconds=stage.seconds,
+        seconds=run.seconds,
     )
 
 

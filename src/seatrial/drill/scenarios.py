@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from seatrial.base.errors import InputError
-from seatrial.drill import scripts, storm
+from seatrial.drill import faults, storm
 from seatrial.drill.copies import Plan
+from seatrial.drill.drill_run import DrillRun
 from seatrial.drill.expectation import Expectation
 from seatrial.drill.injection import Planted
-from seatrial.drill.stage import Stage
 from seatrial.job import Job
 from seatrial.job.numbers import either
 from seatrial.job.shapes import shapes
@@ -40,10 +40,10 @@ class Scenario:
     name: str
     about: str
     expect: Expectation
-    script: Callable[
-        [Stage, Plan], None
+    inject: Callable[
+        [DrillRun, Plan], None
     ]  # injects it into a started run; returns while that is still running
-    plants: Callable[[Job, Plan], tuple[Planted, ...]] = _none
+    planted: Callable[[Job, Plan], tuple[Planted, ...]] = _none
     spares: int = 0
     replicas: bool = False  # needs two replicas of the weights
     network: bool = False  # each node needs its own network
@@ -90,13 +90,13 @@ SCENARIOS: tuple[Scenario, ...] = (
         "kill_rank",
         "SIGKILL to the rank that writes the records",
         Expectation("same", ("rank_failed", RECOVERING), "rank", named_by=(RECOVERING,), replaced=False),
-        scripts.kill_rank,
+        faults.kill_rank,
     ),
     Scenario(
         "kill_agent",
         "SIGKILL to a node's agent; a spare replaces it",
         Expectation("same", _NODE_LOST, "node", named_by=(RECOVERING,), replaced=True),
-        scripts.kill_agent,
+        faults.kill_agent,
         spares=1,
     ),
     Scenario(
@@ -105,7 +105,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         Expectation(
             "other", _NODE_LOST, "node", named_by=(RECOVERING,), follows=("shrunk", "grown"), replaced=True
         ),
-        scripts.kill_agent,
+        faults.kill_agent,
         returns=True,
         least_seconds=_BACK_S,
         missing=_can_shrink,
@@ -121,14 +121,14 @@ SCENARIOS: tuple[Scenario, ...] = (
             follows=("coordinator_elected",),
             replaced=True,
         ),
-        scripts.kill_coordinator,
+        faults.kill_coordinator,
         spares=2,  # if one of them is the coordinator, it is killed too
     ),
     Scenario(
         "kill_two_nodes",
         "all processes of two nodes killed at once; two spares replace them",
         Expectation("same", _NODE_LOST, "node", redone="checkpoint", named_by=("node_lost",), replaced=True),
-        scripts.kill_two,
+        faults.kill_two,
         spares=2,
         missing=_two_nodes,
     ),
@@ -136,41 +136,41 @@ SCENARIOS: tuple[Scenario, ...] = (
         "kill_two_ranks",
         "SIGKILL to two ranks at once",
         Expectation("same", ("rank_failed", RECOVERING), "rank", named_by=("rank_failed",)),
-        scripts.kill_two_ranks,
+        faults.kill_two_ranks,
         missing=_two_ranks,
     ),
     Scenario(
         "kill_rank_in_recovery",
         "SIGKILL to another rank while the run recovers from the loss of one",
         Expectation("same", ("rank_failed", RECOVERING), "rank", named_by=("rank_failed",)),
-        scripts.kill_in_recovery,
+        faults.kill_in_recovery,
         missing=_two_ranks,
     ),
     Scenario(
         "kill_rank_in_save",
         "SIGKILL to a rank while its part of a checkpoint is being written",
         Expectation("same", ("rank_failed", RECOVERING), "rank", redone="two snapshots"),
-        scripts.wait,
-        scripts.die,
+        faults.wait,
+        faults.die,
     ),
     Scenario(
         "kill_fork_server",
         "SIGKILL to the process that forks a node's ranks, and to these ranks",
         Expectation("same", ("nursery_failed", RECOVERING), "node"),
-        scripts.fork_server(signal.SIGKILL),
+        faults.fork_server(signal.SIGKILL),
     ),
     Scenario(
         "freeze_fork_server",
         "SIGSTOP to the process that forks a node's ranks",
         Expectation("same", ("process_stopped", RECOVERING), "node"),
-        scripts.fork_server(signal.SIGSTOP),
+        faults.fork_server(signal.SIGSTOP),
         least_seconds=_FOUND_S,
     ),
     Scenario(
         "pause_agent_at_start",
         "a node's agent stopped for some seconds while its ranks are being started",
         Expectation("same", ("node_lost", RECOVERING), "node", named_by=("node_lost",)),
-        scripts.pause_agent,
+        faults.pause_agent,
         spares=1,
         missing=_two_nodes,
     ),
@@ -183,7 +183,7 @@ SCENARIOS: tuple[Scenario, ...] = (
             "nothing",
             follows=("coordinator_elected",),
         ),
-        scripts.pause_coordinator,
+        faults.pause_coordinator,
         spares=1,
         missing=_two_nodes,
     ),
@@ -198,7 +198,7 @@ SCENARIOS: tuple[Scenario, ...] = (
             exits=(2, 0),
             follows=("run_failed", "resumed"),
         ),
-        scripts.edit_job,
+        faults.edit_job,
     ),
     Scenario(
         "remade_data",
@@ -211,50 +211,50 @@ SCENARIOS: tuple[Scenario, ...] = (
             exits=(2, 0),
             follows=("run_failed", "resumed"),
         ),
-        scripts.remake_data,
+        faults.remake_data,
         own_data=True,
     ),
     Scenario(
         "freeze_rank",
         "SIGSTOP to a rank",
         Expectation("same", _HUNG, "rank", named_by=("hang_blamed",)),
-        scripts.freeze,
+        faults.freeze,
     ),
     Scenario(
         "hang_in_collective",
         "a rank never enters a collective that its peers wait in",
         Expectation("same", _HUNG, "rank", named_by=("hang_blamed",)),
-        scripts.wait,
-        scripts.hang,
+        faults.wait,
+        faults.hang,
     ),
     Scenario(
         "hold_gil",
         "a rank computes forever in native code and holds the GIL",
         Expectation("same", _HUNG, "rank", named_by=("hang_blamed",)),
-        scripts.wait,
-        scripts.gil,
+        faults.wait,
+        faults.gil,
     ),
     Scenario(
         "slow_rank",
         "a rank gets a quarter of its CPU time",
         Expectation("same", ("straggler",), "rank", recovers=False, redone="none"),
-        scripts.slow,
+        faults.slow,
         least_steps=straggler.STEPS * straggler.WINDOWS + 4,
     ),
     Scenario(
         "cut_network",
         "a node's network is cut; a spare replaces it, and the node fences itself",
         Expectation("same", ("node_lost", RECOVERING), "node", named_by=(RECOVERING,), replaced=True),
-        scripts.cut,
+        faults.cut,
         spares=1,
         network=True,
         missing=_two_nodes,
     ),
     Scenario(
         "slow_network",
-        f"a node's network carries {scripts.SLOW_MBIT:g} Mbit/s",
+        f"a node's network carries {faults.SLOW_MBIT:g} Mbit/s",
         Expectation("same", ("straggler", "signal", RECOVERING), "node", recovers=False, redone="snapshot"),
-        scripts.slow_network,
+        faults.slow_network,
         network=True,
         missing=_two_nodes,
     ),
@@ -262,28 +262,28 @@ SCENARIOS: tuple[Scenario, ...] = (
         "xid_79",
         "kernel log: a GPU has fallen off the bus; the node is evicted",
         Expectation("same", ("signal", RECOVERING), "node", replaced=True),
-        scripts.xid(79, "pid='<unknown>', name=<unknown>, GPU has fallen off the bus."),
+        faults.xid(79, "pid='<unknown>', name=<unknown>, GPU has fallen off the bus."),
         spares=1,
     ),
     Scenario(
         "xid_74",
         "kernel log: an NVLink error; the node leaves for a reset",
         Expectation("same", ("signal", RECOVERING), "node", replaced=True),
-        scripts.xid(74, "pid='<unknown>', name=<unknown>, NVLink: fatal error detected on link 1"),
+        faults.xid(74, "pid='<unknown>', name=<unknown>, NVLink: fatal error detected on link 1"),
         spares=1,
     ),
     Scenario(
         "xid_94",
         "kernel log: a contained memory error; the ranks restart on the same node",
         Expectation("same", ("signal", RECOVERING), "node", replaced=False),
-        scripts.xid(94, "pid='<unknown>', name=<unknown>, Contained: SM (0x1). RST: No, D-RST: No"),
+        faults.xid(94, "pid='<unknown>', name=<unknown>, Contained: SM (0x1). RST: No, D-RST: No"),
     ),
     Scenario(
         "disk_full",
         "no space left when one rank saves",
         Expectation("same", ("checkpoint_failed",), "rank", recovers=False, redone="none", first_names=False),
-        scripts.wait,
-        scripts.enospc,
+        faults.wait,
+        faults.enospc,
     ),
     Scenario(
         "damaged_checkpoint",
@@ -296,21 +296,21 @@ SCENARIOS: tuple[Scenario, ...] = (
             exits=(-9, 0),
             follows=("checkpoint_set_aside", "resumed"),
         ),
-        scripts.damage,
+        faults.damage,
     ),
     Scenario(
         "nan_gradient",
         "a gradient of one rank is NaN in one step",
         Expectation("same", ("nonfinite", RECOVERING), "rank", redone="one"),
-        scripts.wait,
-        scripts.nan,
+        faults.wait,
+        faults.nan,
     ),
     Scenario(
         "flipped_bit",
         "a bit of a weight in the memory of one replica is flipped",
         Expectation("same", ("corruption", RECOVERING), "rank", redone="two snapshots"),
-        scripts.wait,
-        scripts.flip,
+        faults.wait,
+        faults.flip,
         replicas=True,
         missing=_compares,
     ),
@@ -318,8 +318,8 @@ SCENARIOS: tuple[Scenario, ...] = (
         "wrong_update",
         "one replica computes a weight wrongly",
         Expectation("same", ("corruption", RECOVERING), "nothing", redone="two snapshots"),
-        scripts.wait,
-        scripts.miscount,
+        faults.wait,
+        faults.miscount,
         replicas=True,
         missing=_compares,
     ),
@@ -334,7 +334,7 @@ SCENARIOS: tuple[Scenario, ...] = (
             exits=(75, 0),
             follows=("resumed",),
         ),
-        scripts.preempt,
+        faults.preempt,
     ),
     Scenario(
         "storm",
@@ -345,8 +345,8 @@ SCENARIOS: tuple[Scenario, ...] = (
             "nothing",
             redone="checkpoint",
         ),
-        storm.blow,
-        storm.plants,
+        storm.inject,
+        storm.planted,
         spares=1,
         returns=True,
         lasting=True,

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 
 from seatrial.drill.copies import Plan
+from seatrial.drill.drill_run import DrillRun
 from seatrial.drill.injection import Planted
-from seatrial.drill.stage import Stage
 from seatrial.job import Job
 
 _LAST_STEPS = 3  # no faults in these: there must be steps left to recover in
@@ -17,7 +17,7 @@ _PLANTED = 5  # maximum number of faults that ranks inject into themselves
 _LEAST_APART = 6  # minimum number of steps between two of these
 
 
-def plants(job: Job, plan: Plan) -> tuple[Planted, ...]:
+def planted(job: Job, plan: Plan) -> tuple[Planted, ...]:
     """The faults that ranks inject into themselves, chosen beforehand: kind, rank and step."""
     choose = random.Random(f"{plan.seed} planted")
     first, end = plan.fault, plan.steps - _LAST_STEPS
@@ -33,44 +33,44 @@ def plants(job: Job, plan: Plan) -> tuple[Planted, ...]:
     return tuple(found)
 
 
-def blow(stage: Stage, plan: Plan) -> None:
+def inject(run: DrillRun, plan: Plan) -> None:
     """Inject random faults one after another until the time is over or the run is nearly done."""
     choose = random.Random(f"{plan.seed} blown")
     last = plan.steps - _LAST_STEPS
-    stage.wait_step(plan.cadence.checkpoint + 1)  # before the first save it is unknown how long one may take
+    run.wait_step(plan.cadence.checkpoint + 1)  # before the first save it is unknown how long one may take
     end = time.time() + plan.seconds
-    while time.time() < end and stage.scene.furthest < last:
-        _strike(stage, choose)
+    while time.time() < end and run.state.furthest < last:
+        _inject_one(run, choose)
         struck = time.time()
         if choose.random() < _AT_ONCE:
             pause = choose.uniform(0.1, 2.0)
-            stage.wait_until(lambda scene, until=struck + pause: time.time() >= until)  # type: ignore[misc]
+            run.wait_until(lambda state, until=struck + pause: time.time() >= until)  # type: ignore[misc]
             continue
-        before, more = stage.scene.generation, choose.randint(1, 4)
-        stage.wait_until(
-            lambda scene, g=before, n=more: (  # type: ignore[misc]
-                sum(m.generation > g for m in scene.metrics) >= n or scene.furthest >= last
+        before, more = run.state.generation, choose.randint(1, 4)
+        run.wait_until(
+            lambda state, g=before, n=more: (  # type: ignore[misc]
+                sum(m.generation > g for m in state.metrics) >= n or state.furthest >= last
             )
         )
 
 
-def _strike(stage: Stage, choose: random.Random) -> None:
+def _inject_one(run: DrillRun, choose: random.Random) -> None:
     """Inject one fault from outside, chosen from those that are possible now."""
-    scene = stage.scene
-    ranks = [rank for rank in sorted(scene.ranks) if stage.alive(rank)]
-    nodes = scene.training_nodes()
+    state = run.state
+    ranks = [rank for rank in sorted(state.ranks) if run.alive(rank)]
+    nodes = state.training_nodes()
     possible: list[Callable[[], None]] = []
     if ranks:
         rank = choose.choice(ranks)
-        possible += [lambda: stage.kill_rank(rank), lambda: stage.freeze_rank(rank)]
-    cluster = stage.job.cluster
+        possible += [lambda: run.kill_rank(rank), lambda: run.freeze_rank(rank)]
+    cluster = run.job.cluster
     if nodes:
         node = choose.choice(nodes)
         possible.append(
-            lambda: stage.write_kernel_log(node, 94, "pid='<unknown>', name=<unknown>, Contained: SM (0x1)")
+            lambda: run.write_kernel_log(node, 94, "pid='<unknown>', name=<unknown>, Contained: SM (0x1)")
         )
         # One node at a time: killed nodes need a while to return.
-        if len(scene.present) == cluster.nodes + cluster.spares:
-            possible += [lambda: stage.kill_agent(node), lambda: stage.kill_nodes([node])]
+        if len(state.present) == cluster.nodes + cluster.spares:
+            possible += [lambda: run.kill_agent(node), lambda: run.kill_nodes([node])]
     if possible:
         choose.choice(possible)()

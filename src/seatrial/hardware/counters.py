@@ -96,9 +96,9 @@ NVLINK_LIMITS = (
     Limit("replay errors", "nvlink_errors", 10, 1.0, "corrected by sending again; many cost speed", 16),
     Limit("recovery errors", "nvlink_errors", 1, 0.0, "each is a retraining that stops the link", 16),
     Limit("crc errors", "nvlink_errors", 10, 1.0, "corrected by sending again; many cost speed", 16),
-    Limit("malformed packet errors", "nvlink_errors", 1, 0.0, "the error correction has missed it", None),
+    Limit("malformed packet errors", "nvlink_errors", 1, 0.0, "missed by the error correction", None),
     Limit("buffer overrun errors", "nvlink_errors", 1, 0.0, "flow control has failed", None),
-    Limit("rx errors", "nvlink_errors", 1, 0.0, "the error correction has missed it", None),
+    Limit("rx errors", "nvlink_errors", 1, 0.0, "missed by the error correction", None),
     Limit("local link integrity errors", "nvlink_errors", 1, 0.0, "each is a burst of errors", None),
     Limit("link recovery failed events", "nvlink_errors", 1, 0.0, "the link was lost", None),
     Limit(

@@ -92,7 +92,7 @@ def choose_device(cluster: ClusterSection) -> tuple[Device, str]:
         reason = "the installed PyTorch has no CUDA"
     if cluster.device == "cuda":
         raise InputError(
-            f'device = "cuda" cannot be had: {reason}',
+            f'device = "cuda" is not available: {reason}',
             hint='make cluster.nodes x cluster.gpus_per_node fit, or set device = "auto" to use the CPU here',
         )
     return "cpu", reason

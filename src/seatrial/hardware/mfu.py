@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def mfu(flops_per_token: float, tokens_per_s_per_gpu: float, peak: float | None) -> float | None:
-    """Share of the dense `peak` (FLOP/s of one GPU) that goes into model FLOPs, 0..1; None where the peak is unknown.
+    """Model FLOP/s as a share of the dense `peak` (FLOP/s of one GPU), 0..1; None if the peak is unknown.
 
     Recomputed activations do not count (arXiv:2204.02311, appendix B); `Architecture.flops_per_token` gives the FLOPs.
     """

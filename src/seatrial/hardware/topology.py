@@ -121,7 +121,7 @@ def rdma_ports(gpus: Sequence[Gpu], root: Path = _ROOT) -> Ports:
     near = [port for port, path in active.items() if any(_share_switch(path, gpu) for gpu in paths)]
     far = [port for port in active if port not in near]
     if not paths or not all(any(_share_switch(active[port], gpu) for port in near) for gpu in paths):
-        why = "not every GPU is seen to share a PCIe switch with one, so which are storage's is not known"
+        why = "not every GPU shares a PCIe switch with one, so it is unknown which ports are for storage"
     elif not far:
         why = "each shares a PCIe switch with a GPU"
     else:
@@ -141,18 +141,18 @@ def _share_switch(a: Sequence[str], b: Sequence[str]) -> bool:
 
 
 def transport_facts(root: Path = _ROOT) -> list[str]:
-    """What this host shows of GPUDirect RDMA and NVLink SHARP; NCCL itself decides whether to use them."""
+    """What is known here about GPUDirect RDMA and NVLink SHARP; NCCL itself decides whether to use them."""
     version = text_of(root / "proc/driver/nvidia/version") or ""
     if (root / "sys/module/nvidia_peermem").exists():
         direct = "nvidia_peermem is loaded, so NCCL can use GPUDirect RDMA"
     elif "Open Kernel Module" in version:
         direct = "nvidia_peermem is not loaded; the open driver can offer GPUDirect RDMA by dma-buf"
     else:
-        direct = "nvidia_peermem is not loaded; whether there is GPUDirect RDMA is not known"
+        direct = "nvidia_peermem is not loaded; it is unknown whether GPUDirect RDMA is available"
     switches = len(list((root / "proc/driver/nvidia-nvswitch/devices").glob("*")))
     nvls = (
         f"{switches} NVSwitches found, so NCCL can use NVLS if the GPUs support it"
         if switches
-        else "no NVSwitch is seen by the driver: whether there is NVLS is not known here"
+        else "the driver shows no NVSwitch: it is unknown whether NVLS is available"
     )
     return [direct, f"{nvls} (NCCL_DEBUG=INFO shows what it uses)"]

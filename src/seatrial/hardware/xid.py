@@ -143,7 +143,7 @@ _TIMES = (
 
 
 def parse(line: str) -> XidMessage | None:
-    """The driver's message in one line of a kernel log; None if there is none.
+    """Parse the driver's message in one line of a kernel log; None if there is none.
 
     Reads what dmesg, journald, syslog and /dev/kmsg print, whatever timestamp and host precede the message.
     """

@@ -31,7 +31,7 @@ class Copy:
 
 
 def changed_job(job: Job, wanted: Mapping[str, tuple[Any, str]]) -> Copy:
-    """`job` with the keys of `wanted`, "section.key" -> (value, why). Raises InputError for what a job file may not say."""
+    """`job` with the keys of `wanted`, "section.key" -> (value, why). Raises InputError for values that a job file may not have."""
     sections: dict[str, dict[str, Any]] = {}
     top: dict[str, Any] = {}
     changes = []

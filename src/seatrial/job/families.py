@@ -1,4 +1,4 @@
-"""Families of models: in what one published family differs from another, those built in, and those of other packages. Without torch.
+"""Families of models: how published families differ; the built-in ones and those of other packages. Without torch.
 
 All are decoders as `model/decoder.py` computes them. A family chooses among that decoder's switches, gives defaults,
 and says how its Hugging Face files name things. What tensor parallel cuts belongs to the decoder's parameters, and so

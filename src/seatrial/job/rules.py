@@ -238,7 +238,7 @@ def _namespaces(facts: Facts) -> Iterator[RuleViolation]:
     if cluster.namespaces and cluster.launcher != "local":
         yield RuleViolation(
             ("cluster.namespaces", "cluster.launcher"),
-            f'namespaces is for the nodes of one machine, and launcher is "{cluster.launcher}"',
+            f'namespaces is for the nodes of one machine, but launcher is "{cluster.launcher}"',
             'remove it, or set launcher = "local"',
         )
 
@@ -248,7 +248,7 @@ def _stated_twice(facts: Facts) -> Iterator[RuleViolation]:
         if getattr(facts.job, key) is not None and getattr(facts.job.cluster, key) is not None:
             yield RuleViolation(
                 (f"cluster.{key}", key),
-                f"{key} is named in [cluster] and stated in [{key}]: which of them is meant is not known",
+                f"{key} is named in [cluster] and described in [{key}]: which of them applies is unknown",
                 "remove one of them",
             )
 

@@ -94,10 +94,10 @@ class _Scanner:
             self._skip(_SPACE)
             start = self.at
             if self.text[start] in "\"'":
-                raw = self._take(_QUOTED_KEY)
+                raw = self._consume(_QUOTED_KEY)
                 name = next(iter(tomllib.loads(f"{raw} = 0")))
             else:
-                name = raw = self._take(_BARE_KEY)
+                name = raw = self._consume(_BARE_KEY)
             parts.append((name, self._span(start)))
             self._skip(_SPACE)
             if not self.text.startswith(".", self.at):
@@ -121,7 +121,7 @@ class _Scanner:
         elif first == "{":
             self._inline_table(path)
         elif first in "\"'":
-            self._take(_STRING)
+            self._consume(_STRING)
         else:
             self.at += len(self._match(_SCALAR).rstrip())
         self.found.values[path] = self._span(start)
@@ -155,7 +155,7 @@ class _Scanner:
             raise ValueError(f"the scanner does not follow tomllib at character {self.at}")
         return found.group()
 
-    def _take(self, pattern: re.Pattern[str]) -> str:
+    def _consume(self, pattern: re.Pattern[str]) -> str:
         raw = self._match(pattern)
         self.at += len(raw)
         return raw

@@ -25,7 +25,7 @@ class AgentHandle:
     pidfd: int
     log: Path  # stderr of its process on this machine
     status_text: Callable[[int], str]
-    began: bool = False  # has sent a message
+    connected: bool = False  # has sent a message
     heard: float | None = None  # its last heartbeat on the monotonic clock, if it sends any
     closed: bool = False
     bye: bool = False  # has reported that nothing of its node is left running
@@ -62,7 +62,7 @@ class AgentHandle:
         """Kill the processes it started and left behind, whatever their parent is now."""
         process.kill_all(lambda: process.marked(self.mark))
 
-    def take_end(self) -> None:
+    def reap(self) -> None:
         """Wait for its process and note how and when it ended."""
         self.status = self.popen.wait()
         self.ended_at = time.time()

@@ -57,6 +57,6 @@ def allocation_for(
     except ValueError as error:
         raise InputError(f"the nodes of the allocation {number} are unknown: {error}") from None
     if len(names) < nodes:
-        why = f"the allocation {number} has {len(names)} nodes, and the largest size needs {nodes}"
+        why = f"the allocation {number} has {len(names)} nodes, but the largest size needs {nodes}"
         raise job.refusal(key, why, f"leave that size out of --nodes, or in a larger one: {line}")
     return Allocation(number, names)

@@ -90,7 +90,7 @@ class Scheduled(Launcher, Protocol):
     restarts: bool  # whether it restarts agents that exit, even with the exit code of a failed run
 
     def submit(self, files: Mapping[str, Path]) -> str:
-        """Submit the output of `render`, written to `files`; the handle. RunFailed with the scheduler's message."""
+        """Submit the output of `render`, written to `files`; returns the handle. RunFailed with the scheduler's message."""
 
     def status(self, handle: str) -> Status:
         """Query the state of a submitted start."""

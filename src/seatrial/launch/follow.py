@@ -67,7 +67,7 @@ def end_rest(found: StartState) -> None:
         launcher.signal(handle, "preempt")  # agents of this start that are still running may exit cleanly
 
 
-def follow(folder: RunFolder, tick: Callable[[], None], say: Callable[[str], None]) -> int:
+def follow(folder: RunFolder, tick: Callable[[], None], report: Callable[[str], None]) -> int:
     """Call `tick` a few times a second until the run is over; its exit code. Raises RunFailed if it recorded none.
 
     `report` is called with what only the scheduler knows.
@@ -88,7 +88,7 @@ def follow(folder: RunFolder, tick: Callable[[], None], say: Callable[[str], Non
                 gone_since = None
                 if found.status.state == "gone" and found.next is not None and announced != found.next.words:
                     announced = found.next.words
-                    say(f"the job has ended; the next one, {follow_up(folder)}, continues: {announced}")
+                    report(f"the job has ended; the next one, {follow_up(folder)}, continues: {announced}")
             elif outcome is not None:
                 break
             else:

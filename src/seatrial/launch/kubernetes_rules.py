@@ -126,8 +126,8 @@ def _sizes(job: Job, section: KubernetesSection) -> Iterator[RuleViolation]:
     if pods > _MOST_PODS:
         yield RuleViolation(
             ("cluster.spares", "cluster.nodes"),
-            f"{pods:,} pods, and an Indexed Job has at most {_MOST_PODS:,}",
-            "take fewer nodes or spares",
+            f"{pods:,} pods, but an Indexed Job has at most {_MOST_PODS:,}",
+            "use fewer nodes or spares",
         )
     if section.shm_gb is not None and section.memory_gb is not None and section.shm_gb > section.memory_gb:
         yield RuleViolation(

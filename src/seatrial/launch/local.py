@@ -19,8 +19,8 @@ from seatrial.control.agent.spec import WORKER_MODULE, AgentSpec, spec_of
 from seatrial.hardware.devices import choose_device, visible_devices
 from seatrial.hardware.topology import cpu_list
 from seatrial.launch.agents import AgentHandle, start_agent
+from seatrial.launch.attended import attend
 from seatrial.launch.base import Outcome
-from seatrial.launch.gather import attend
 from seatrial.launch.netns import Hosts, Unavailable, check_available, isolated
 from seatrial.record.folder import RunFolder
 

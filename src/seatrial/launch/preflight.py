@@ -98,7 +98,7 @@ def preflight(
         _folders,
         _trackers,
         data.tokenizer,
-        data.there,
+        data.exists,
         data.fits,
     )
     job, problems = judged(
@@ -198,10 +198,10 @@ def _folders(facts: Facts) -> Iterator[RuleViolation]:
 def _unusable(path: Path) -> str:
     """Why no folder can be created at `path` or written to; "" if one can."""
     try:
-        there = next(p for p in (path, *path.parents) if p.exists())
-        if not there.is_dir():
-            return f"{there} is not a folder"
-        return "" if os.access(there, os.W_OK | os.X_OK) else f"{there} cannot be written to"
+        nearest = next(p for p in (path, *path.parents) if p.exists())
+        if not nearest.is_dir():
+            return f"{nearest} is not a folder"
+        return "" if os.access(nearest, os.W_OK | os.X_OK) else f"{nearest} cannot be written to"
     except OSError as error:
         return f"{path} cannot be used: {error.strerror}"
 
@@ -230,13 +230,13 @@ class _Data:
         except InputError as error:
             yield from _violations(error, "data.tokenizer")
 
-    def there(self, facts: Facts) -> Iterator[RuleViolation]:
+    def exists(self, facts: Facts) -> Iterator[RuleViolation]:
         data = facts.job.data
         for i, source in enumerate([*sources_of(data), *([data.validation] if data.validation else [])]):
             trains = i < len(sources_of(data))
             keys = (f"data.train.{i}", "data.train") if trains else ("data.validation",)
             try:
-                found = self._look(source, data, "" if trains else "validation: ")
+                found = self._find(source, data, "" if trains else "validation: ")
                 if trains:
                     self._found[i] = found
                 elif isinstance(found, TokenStore):
@@ -249,7 +249,7 @@ class _Data:
             except OSError as error:
                 yield RuleViolation(keys, f"{source}: {error.strerror}", "name another")
 
-    def _look(self, source: str, data: DataSection, label: str) -> TokenStore | int | None:
+    def _find(self, source: str, data: DataSection, label: str) -> TokenStore | int | None:
         if is_remote(source) or is_store(Path(source)):
             (store,) = resolve_stores(data, self._cache, Path.cwd(), sources=[source])
             self.descriptions.append(
@@ -391,8 +391,8 @@ def _memory(account: Account) -> Iterator[RuleViolation]:
             return
     cluster, would = account.job.cluster, would_fit(account)
     if cpu and cluster.gpu is not None:
-        there = f"start it where its {cluster.nodes * cluster.gpus_per_node} {cluster.gpu} are"
-        would = f"{there}; here {would}" if would else there
+        elsewhere = f"start it where its {cluster.nodes * cluster.gpus_per_node} {cluster.gpu} are"
+        would = f"{elsewhere}; here {would}" if would else elsewhere
     yield RuleViolation(
         _MODEL,
         message,

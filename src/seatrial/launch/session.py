@@ -112,7 +112,7 @@ class Session:
         """Train to the end, with `launcher` or else the job's own. No process it started is left when it returns."""
         folder, generation = self.opened.folder, self.opened.generation
 
-        def tell(kind: str, message: str, **more: object) -> None:
+        def record_event(kind: str, message: str, **more: object) -> None:
             now = max(generation, folder.last_generation())  # each recovery increments it
             try:
                 events.append(folder, kind, message, generation=now, **more)  # type: ignore[arg-type]
@@ -122,7 +122,7 @@ class Session:
                     f"warning: could not record {kind} in {folder.events}: {error.strerror}", file=sys.stderr
                 )
 
-        tell(**begin_event(self.job.layout))
+        record_event(**begin_event(self.job.layout))
         chosen = launcher or cast("Attended", launcher_for(self.job))
         write_launch(
             folder, Launch(self.job.cluster.launcher, generation, time.time(), socket.gethostname(), False)
@@ -131,9 +131,9 @@ class Session:
         try:
             outcome = chosen.launch(self.job, folder, generation, tick=tick)
         except SeatrialError as error:
-            tell("run_failed", f"no agent was started: {error.message}", severity="error", data={})
+            record_event("run_failed", f"no agent was started: {error.message}", severity="error", data={})
             raise
-        tell(**end_event(outcome.exit_code, outcome.failure, self.job.train.steps))
+        record_event(**end_event(outcome.exit_code, outcome.failure, self.job.train.steps))
         return outcome
 
     def submit(self, launcher: Scheduled) -> Launch:

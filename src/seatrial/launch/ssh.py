@@ -23,14 +23,14 @@ from seatrial.base import process
 from seatrial.base.errors import InputError
 from seatrial.check.live.agent_pool import AgentPool
 from seatrial.check.live.hosts import Host, ssh_hosts
-from seatrial.control.agent.here import ssh_route
+from seatrial.control.agent.local_settings import ssh_route
 from seatrial.control.agent.spec import AUTO, WORKER_MODULE, AgentSpec, spec_of
 from seatrial.hardware.devices import choose_device
 from seatrial.job.finding import RuleViolation
 from seatrial.job.schema import ClusterSection
 from seatrial.launch.agents import AgentHandle, start_agent
+from seatrial.launch.attended import attend
 from seatrial.launch.base import Outcome
-from seatrial.launch.gather import attend
 from seatrial.record.filesystem import check_token
 from seatrial.record.folder import RunFolder
 
@@ -231,14 +231,14 @@ def _compared(facts: dict[str, dict[str, Any]], torch: str | None) -> Iterator[t
     for host, found in facts.items():
         wanted, whose = (torch, "this host") if torch is not None else (facts[first]["torch"], first)
         if found["torch"] != wanted and found["torch"] is not None:
-            yield host, f"has torch {found['torch']}, and {whose} {wanted}", f"install torch {wanted} there"
+            yield host, f"has torch {found['torch']}, but {whose} {wanted}", f"install torch {wanted} there"
         if found["device"] != facts[first]["device"] and None not in (
             found["device"],
             facts[first]["device"],
         ):
             yield (
                 host,
-                f"would compute on {found['device']} ({found['reason']}), and {first} on {facts[first]['device']}",
+                f"would compute on {found['device']} ({found['reason']}), but {first} on {facts[first]['device']}",
                 "name hosts of one kind, or set cluster.device",
             )
         known = None not in (found["address"], facts[first]["address"])

@@ -1,7 +1,7 @@
 """ranks/GENERATION/rankN.collectives.jsonl: the number and bytes of one rank's collectives in each step, by dimension.
 
 Nearly all steps of a run are equal, so a line applies from its step on until the next line; if every tenth step is
-different, as when weights are compared, the line says so. Absent in older run folders.
+different, as when weights are compared, the line contains that too. Absent in older run folders.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Issued:
 
 @dataclass(frozen=True)
 class StepCollectives:
-    """The collectives of every step from `step` on, but for the steps that are `at` modulo `every`: there `then`."""
+    """The collectives of each step from `step` on: `then` if the step is `at` modulo `every`, else `issued`."""
 
     step: int
     issued: dict[str, Issued]  # name of a stage of waiting, or "save"
@@ -50,7 +50,7 @@ class StepCollectives:
     then: dict[str, Issued] | None = None
 
     def among(self, first: int, last: int) -> list[tuple[int, dict[str, Issued]]]:
-        """(how many, what each of them issued) of the steps `first` to `last`."""
+        """(number of steps, what each of them issued) for the steps `first` to `last`."""
         steps = max(0, last + 1 - first)
         if not self.every or self.then is None:
             return [(steps, self.issued)]
@@ -59,7 +59,7 @@ class StepCollectives:
 
 
 @dataclass(frozen=True)
-class _Rhythm:
+class _Period:
     """Every nth step is different."""
 
     usual: Counted
@@ -69,23 +69,21 @@ class _Rhythm:
 
 
 class CollectivesWriter:
-    """Appends to the file of one rank, where a step is not as expected or is repeated. Raises OSError."""
+    """Appends a line to the file of one rank where a step differs from the expected, or is repeated. Raises OSError."""
 
     def __init__(self, folder: RunFolder, generation: int, rank: int, ranks: Mapping[str, int]) -> None:
         """`ranks`: dimension -> size of its groups."""
         self._lines = LineWriter(folder.collectives(generation, rank))
         self._ranks = ranks
         self._line: Counted | None = None  # content of the last line
-        self._rhythm: _Rhythm | None = None  # period of the last line
-        self._seen: _Rhythm | None = None  # the last one seen, which continues after a save
+        self._period: _Period | None = None  # period of the last line
+        self._seen: _Period | None = None  # the last one seen, which continues after a save
         self._recent: tuple[Counted | None, Counted | None] = (None, None)  # the two steps before
-        self._odd: tuple[int, Counted, Counted] | None = (
-            None  # the last single step that was otherwise; the usual
-        )
+        self._odd: tuple[int, Counted, Counted] | None = None  # the last single step that differed; the usual
         self._step = 0
 
     def add(self, step: int, counted: Counted) -> None:
-        """Stage -> (calls, bytes) of `step`."""
+        """Record the collectives of `step`: stage -> (calls, bytes)."""
         next_one, self._step = step == self._step + 1, step
         if not next_one:
             self._recent, self._odd, self._seen = (None, None), None, None
@@ -93,28 +91,28 @@ class CollectivesWriter:
         self._recent = last, counted
         if last is not None and older == counted != last:
             self._returned(step - 1, last, counted)
-        rhythm = self._rhythm
-        due = rhythm is not None and step % rhythm.every == rhythm.at
-        expected = rhythm.then if rhythm is not None and due else self._line
+        period = self._period
+        due = period is not None and step % period.every == period.at
+        expected = period.then if period is not None and due else self._line
         if next_one and counted == expected:
             return
         seen = self._seen
-        # A line holds from its own step on: not with a rhythm by which this step would be otherwise.
+        # A line applies from its own step on, so this step must not be an exception by its period.
         if due or (seen is not None and counted == seen.usual and step % seen.every == seen.at):
             seen = self._seen = None
-        self._rhythm = seen if seen is not None and seen.usual == counted else None
+        self._period = seen if seen is not None and seen.usual == counted else None
         self._line = counted
         values: dict[str, Any] = {"step": step, "issued": self._issued(counted)}
-        if (rhythm := self._rhythm) is not None:
-            values |= {"every": rhythm.every, "at": rhythm.at, "then": self._issued(rhythm.then)}
+        if (period := self._period) is not None:
+            values |= {"every": period.every, "at": period.at, "then": self._issued(period.then)}
         self._lines.write(values)
 
     def _returned(self, step: int, odd: Counted, usual: Counted) -> None:
-        """After `step`, which alone was otherwise, all is as usual again: twice is a rhythm."""
+        """The steps are as usual again after `step`, which alone differed: the second time makes it a period."""
         last, self._odd = self._odd, (step, odd, usual)
         if last is not None and last[1:] == (odd, usual) and step - last[0] > 1:
             every = step - last[0]
-            self._seen = _Rhythm(usual, every, step % every, odd)
+            self._seen = _Period(usual, every, step % every, odd)
 
     def _issued(self, counted: Counted) -> dict[str, Any]:
         return {name: asdict(Issued(*count, self._ranks.get(name))) for name, count in counted.items()}

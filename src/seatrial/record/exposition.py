@@ -16,7 +16,7 @@ Labelled = tuple[Mapping[str, str], Mapping[str, float]]  # labels that all of i
 
 
 class SeriesCollector(Collector):
-    """Gives prometheus_client what `read` returns, at each scrape."""
+    """Passes what `read` returns to prometheus_client at each scrape."""
 
     def __init__(self, read: Callable[[], Iterable[Labelled]]) -> None:
         self._read = read

@@ -42,7 +42,7 @@ def check_filesystem(path: Path, least_bytes: int) -> float:
         hint = HINTS.get(error.errno or 0, "give an existing folder that you may write to")
         raise InputError(f"{path} cannot be written: {error.strerror}", hint=hint) from None
     if free < least_bytes:
-        message = f"{path} has {memory(free)} free, and the run needs {memory(least_bytes)}"
+        message = f"{path} has {memory(free)} free, but the run needs {memory(least_bytes)}"
         problems.append(Diagnostic(message, hint=HINTS[errno.ENOSPC]))
     try:
         for what, works in _NEEDED.items():

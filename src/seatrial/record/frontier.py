@@ -57,8 +57,8 @@ def split_step(seconds: NDArray[np.float64]) -> Split:
     )
 
 
-def beside_peers(own_s: NDArray[np.float64], pipeline: int) -> NDArray[np.float64]:
-    """Each rank's own work, seconds, less the median of its peers: the ranks of the same one of `pipeline` stages."""
+def excess_over_peers(own_s: NDArray[np.float64], pipeline: int) -> NDArray[np.float64]:
+    """Each rank's own work in seconds minus the median of its peers: the ranks of the same one of `pipeline` stages."""
     by_stage = own_s.reshape(pipeline, -1)
     return (by_stage - np.median(by_stage, axis=1, keepdims=True)).reshape(-1)
 

@@ -174,7 +174,7 @@ class _Held:
                 self._to(max(times, default=self._at))
                 self._present, self._busy = set(), set()
             self._to(event.time)
-            self._take(event)
+            self._add_event(event)
         self._to(end)
 
     @property
@@ -191,7 +191,7 @@ class _Held:
             self.trained_s += took
             self.trained_node_s += took * len(self._busy)
 
-    def _take(self, event: Event) -> None:
+    def _add_event(self, event: Event) -> None:
         slots, node = (event.data or {}).get("slots"), event.node
         if event.kind == "generation_started" and isinstance(slots, dict):
             self._busy = {n for n in slots.values() if type(n) is int}

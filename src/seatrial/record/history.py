@@ -38,8 +38,8 @@ class History:
         self.validation: list[tuple[int, float]] = []  # (step, validation loss) where it is finite, by step
         self._columns = {name: array("d") for name in _COLUMNS}
 
-    def take(self, record: MetricsRecord) -> None:
-        """Take the next record of metrics.jsonl."""
+    def add(self, record: MetricsRecord) -> None:
+        """Add the next record of metrics.jsonl."""
         if self.generations and record.generation < self.generations[-1]:
             return  # from an abandoned generation
         self._discard(record.step)
@@ -54,8 +54,8 @@ class History:
         if record.validation_loss is not None and math.isfinite(record.validation_loss):
             self.validation.append((record.step, record.validation_loss))
 
-    def take_columns(self, found: Columns, record: Callable[[int], MetricsRecord]) -> None:
-        """Take many records at once, as `take` would one by one; `record` gives the one at a place."""
+    def add_columns(self, found: Columns, record: Callable[[int], MetricsRecord]) -> None:
+        """Add many records at once, as `add` would one by one; `record` gives the one at a place."""
         steps, generations = found["step"], found["generation"]
         breaks = (steps[1:] <= steps[:-1]) | (generations[1:] != generations[:-1])
         last = None
@@ -102,14 +102,14 @@ class Pace:
         self._recent: deque[tuple[int, float]] = deque(maxlen=PACE_WINDOW)  # (generation, seconds)
         self._generation = 0  # of the last record
 
-    def take(self, generation: int, step_time_s: float) -> None:
-        """Take the next record of metrics.jsonl."""
+    def add(self, generation: int, step_time_s: float) -> None:
+        """Add the next record of metrics.jsonl."""
         began, self._generation = generation != self._generation, generation
         if not began and math.isfinite(step_time_s):
             self._recent.append((generation, step_time_s))
 
-    def take_columns(self, found: Columns) -> None:
-        """Take many records at once."""
+    def add_columns(self, found: Columns) -> None:
+        """Add many records at once."""
         generations, seconds = found["generation"], found["step_time_s"]
         usable = abs(seconds) < math.inf
         usable[1:] &= generations[1:] == generations[:-1]
@@ -127,7 +127,7 @@ class Pace:
         return math.fsum(min(s, most) for s in seconds) / len(seconds) * max(0, steps_left)
 
 
-class LedgerBook:
+class LedgerSummary:
     """Incremental summary of the ledger, as long as it has no irregularity."""
 
     def __init__(self) -> None:
@@ -138,8 +138,8 @@ class LedgerBook:
         self._last: dict[int, int] = {}  # generation -> its last step
         self.batch: int | None = None  # samples of its first step
 
-    def take_columns(self, found: Columns) -> None:
-        """Take many records at once, as `take` would one by one."""
+    def add_columns(self, found: Columns) -> None:
+        """Add many records at once, as `add` would one by one."""
         steps, first, end, done = found["step"], found["first_sample"], found["end_sample"], self._generations
         generations, skipped = (
             found["generation"],
@@ -164,11 +164,11 @@ class LedgerBook:
                     self.steps = len(done)
                     self._last[generation] = int(steps[stop - 1])
                     break
-                self.take(LedgerRecord(step, int(first[at]), int(end[at]), generation, bool(skipped[at])))
+                self.add(LedgerRecord(step, int(first[at]), int(end[at]), generation, bool(skipped[at])))
                 at += 1
 
-    def take(self, record: LedgerRecord) -> None:
-        """Take the next record of ledger.jsonl."""
+    def add(self, record: LedgerRecord) -> None:
+        """Add the next record of ledger.jsonl."""
         step, generation, done = record.step, record.generation, self._generations
         size = record.end_sample - record.first_sample
         self.batch = self.batch or size

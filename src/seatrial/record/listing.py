@@ -59,8 +59,8 @@ def _readable(path: Path) -> bool:
     return os.access(path, os.R_OK | os.X_OK)
 
 
-def look(path: Path, name: str) -> Listed:
-    """The run at `path`, called `name`; one that cannot be read is `UNUSABLE`, with the reason."""
+def read_listed(path: Path, name: str) -> Listed:
+    """Read the run at `path`, called `name`; one that cannot be read is `UNUSABLE`, with the reason."""
     if not _readable(path):
         return Listed(name, UNUSABLE, problems=["it cannot be read: permission denied"])
     try:

@@ -120,7 +120,7 @@ def prove(
     """Judge the ledger's records, given with their line numbers in file order."""
     judge = _Judge(global_batch, evidence or Evidence())
     for number, record in lines:
-        judge.take(number, record)
+        judge.add(number, record)
     judge.compare()
     return judge.result()
 
@@ -136,7 +136,7 @@ class _Judge:
 
     # -- one line
 
-    def take(self, number: int, record: LedgerRecord) -> None:
+    def add(self, number: int, record: LedgerRecord) -> None:
         """Process one record, at line `number`."""
         if record.step < 1 or record.generation < 1:
             what = f"step {record.step} of generation {record.generation} does not exist: both count from 1"
@@ -166,7 +166,7 @@ class _Judge:
         if (record.first_sample, record.end_sample) == (first, end):
             return True
         found = f"{record.first_sample} to {record.end_sample - 1}"
-        message = f"step {record.step} has the samples {found}, its own are {first} to {end - 1}"
+        message = f"step {record.step} has the samples {found} instead of {first} to {end - 1}"
         self._object(message, record, number)
         return False
 

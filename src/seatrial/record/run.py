@@ -80,7 +80,7 @@ def _open(
     try:
         check(folder)
         if fresh and _has_history(folder):
-            notes.append(f"moved the old run aside: {folder.path} is now {_move_aside(folder)}")
+            notes.append(f"renamed the old run: {folder.path} is now {_move_aside(folder)}")
             os.close(lock_fd)
             lock_fd = -1
             lock_fd = _lock(folder)

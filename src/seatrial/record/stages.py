@@ -3,7 +3,7 @@
 A line of JSON, then one record of fixed size for each step: its number (uint32) and the seconds of each stage of the
 line's "stages" (float32), little-endian. Appended to by one rank; a killed rank loses what it had not written yet.
 
-Every PART records move to rankN.stages.zst, as a thousand ranks would write GBs a day otherwise: after the same line,
+Every PART records move to rankN.stages.zst, because a thousand ranks would write GBs a day: after the same line,
 blocks of records, each with three numbers (uint32) before it: of its records, of its compressed bytes, and the first step.
 Seconds are rounded there to 11 bits, 0.02 %, and bytes are shuffled: all records' first bytes, then all second bytes, and
 so on, compressed with zstd. With many ranks and short steps, a block has a sample of its steps, the same in all ranks.
@@ -224,7 +224,7 @@ def _packed(records: bytes, size: int, least_s: float) -> bytes:
     words = np.frombuffer(records, "<u4").reshape(-1, size // 4)
     first = int(words[:, 0].min())
     mean_s = float(words[:, 1:].view("<f4").sum(axis=1).mean())
-    # By powers of two and a hash of the step: ranks agree even if their clocks do not, and no rhythm of saves is met.
+    # By powers of two and a hash of the step: ranks agree even if their clocks do not, and periodic saves do not bias it.
     one_in = 2 ** max(0, math.ceil(math.log2(least_s / max(mean_s, 1e-6))))
     words = words[words[:, 0] * np.uint32(0x9E3779B1) < (1 << 32) / one_in].copy()
     # 11 of float32's 23 bits of fraction: the others are noise, which does not compress.

@@ -20,7 +20,7 @@ class StepLog:
         self.times, self.seconds = array("d"), array("d")  # end of the step, unix seconds; its duration
         self.validation = array("d")  # seconds of the validation after it; NaN: none
 
-    def take(self, record: MetricsRecord) -> None:
+    def add(self, record: MetricsRecord) -> None:
         """Add the next record of metrics.jsonl."""
         self.steps.append(record.step)
         self.generations.append(record.generation)
@@ -28,7 +28,7 @@ class StepLog:
         self.seconds.append(record.step_time_s)
         self.validation.append(math.nan if record.validation_time_s is None else record.validation_time_s)
 
-    def take_columns(self, found: Columns) -> None:
+    def add_columns(self, found: Columns) -> None:
         """Add many records."""
         self.steps.frombytes(found["step"].tobytes())
         self.generations.frombytes(found["generation"].tobytes())

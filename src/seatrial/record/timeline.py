@@ -183,7 +183,7 @@ class _Sweep:
                 self._train(event.generation)
             elif event.kind in _BEFORE_STEPS:
                 self._train(event.generation - 1)
-            self._take(event)
+            self._on_event(event)
             if event.kind not in _OPENING:
                 self._seen = max(self._seen, event.time)
         self._train(None)
@@ -223,7 +223,7 @@ class _Sweep:
 
     # -- events
 
-    def _take(self, event: Event) -> None:
+    def _on_event(self, event: Event) -> None:
         match event.kind:
             case "run_started":
                 self._start(event)
@@ -448,7 +448,7 @@ def timeline(
     events: Sequence[Event], log: StepLog, until: float | None, queued_from: int | None = None
 ) -> Timeline:
     """The timeline of a run. `until`: now, if it runs; `queued_from`: the first generation of a start that a scheduler
-    got, for events of versions that do not say so."""
+    got, for events of versions that do not record it."""
     resumed = {
         e.generation: _step(e)
         for e in events

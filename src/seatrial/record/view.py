@@ -12,7 +12,7 @@ from seatrial.record import events, ledger, metrics
 from seatrial.record.events import Event
 from seatrial.record.failure import Failure
 from seatrial.record.folder import RunFolder
-from seatrial.record.history import History, LedgerBook, Pace
+from seatrial.record.history import History, LedgerSummary, Pace
 from seatrial.record.jsonl import Problem, Tail
 from seatrial.record.ledger import LedgerRecord, ledger_gaps, read_ledger
 from seatrial.record.metrics import MetricsRecord
@@ -151,7 +151,7 @@ class RunReader:
     def _begin(self) -> None:
         folder = self.folder
         self.device: str | None = None
-        self.history, self.log, self.pace, self.book = History(), StepLog(), Pace(), LedgerBook()
+        self.history, self.log, self.pace, self.ledger_summary = History(), StepLog(), Pace(), LedgerSummary()
         self.events: list[Event] = []
         self.problems: list[Problem] = []  # unreadable lines
         self._started: dict[str, set[int]] = {"run_started": set(), "generation_started": set()}
@@ -170,10 +170,12 @@ class RunReader:
         If a file was replaced, everything is read again.
         """
         # Events first: `device` precedes the first step and is needed to show it.
-        self._take(self._events, Event, self._take_event, over)
-        self._take(self._metrics, MetricsRecord, self._take_metrics, over, self._take_metrics_data)
+        self._read_records(self._events, Event, self._add_event, over)
+        self._read_records(self._metrics, MetricsRecord, self._add_metrics, over, self._add_metrics_data)
         if not self.brief:
-            self._take(self._ledger, LedgerRecord, self.book.take, over, self._take_ledger_data)
+            self._read_records(
+                self._ledger, LedgerRecord, self.ledger_summary.add, over, self._add_ledger_data
+            )
         if any(tail.begun > 1 for tail in (self._metrics, self._events, self._ledger)):
             show, self.show = self.show, None
             self._begin()
@@ -242,7 +244,7 @@ class RunReader:
             problems=self.problems + wrong_job,
         )
 
-    def _take(
+    def _read_records(
         self,
         tail: Tail,
         cls: type[Record],
@@ -261,7 +263,7 @@ class RunReader:
             all_of(part)
         all_of(tail.rest() if over else [])
 
-    def _take_metrics_data(self, data: bytes) -> int:
+    def _add_metrics_data(self, data: bytes) -> int:
         from seatrial.record import bulk
 
         found = bulk.columns(MetricsRecord, data, self.folder.columns)
@@ -277,30 +279,30 @@ class RunReader:
                 line = data.split(b"\n", place + 1)[place]
             return decode(MetricsRecord, parse_json(line.decode()))
 
-        self.history.take_columns(found, record)
-        self.log.take_columns(found)
-        self.pace.take_columns(found)
+        self.history.add_columns(found, record)
+        self.log.add_columns(found)
+        self.pace.add_columns(found)
         self._newest = max(self._newest, int(found["generation"].max()))
         return lines
 
-    def _take_ledger_data(self, data: bytes) -> int:
+    def _add_ledger_data(self, data: bytes) -> int:
         from seatrial.record import bulk
 
         found = bulk.columns(LedgerRecord, data, self.folder.columns)
         if found is None:
             return 0
-        self.book.take_columns(found)
+        self.ledger_summary.add_columns(found)
         return len(found["step"])
 
-    def _take_metrics(self, record: MetricsRecord) -> None:
-        self.history.take(record)
-        self.log.take(record)
-        self.pace.take(record.generation, record.step_time_s)
+    def _add_metrics(self, record: MetricsRecord) -> None:
+        self.history.add(record)
+        self.log.add(record)
+        self.pace.add(record.generation, record.step_time_s)
         self._newest = max(self._newest, record.generation)
         if self.show is not None:
             self.show(record)
 
-    def _take_event(self, event: Event) -> None:
+    def _add_event(self, event: Event) -> None:
         if event.kind in self._started:
             self._started[event.kind].add(event.generation)
         if event.kind not in _OF_OPENING:
@@ -335,7 +337,7 @@ class RunReader:
 
     def _judge_ledger(self, global_batch: int | None, again: bool) -> tuple[int, list[int], list[str]]:
         """(steps, skipped steps, contradictions). `again`: judge the current ledger, even if that is slow."""
-        book = self.book
+        ledger_summary = self.ledger_summary
         if self.brief:
             left_out, generation = set[int](), 0
             for record in recent_ledger(self.folder, _BRIEF_LEDGER):
@@ -345,14 +347,18 @@ class RunReader:
                 if record.generation == generation:
                     (left_out.add if record.skipped else left_out.discard)(record.step)
             return 0, sorted(left_out), []
-        if not book.odd and (global_batch is None or book.batch in (None, global_batch)):
-            return book.steps, sorted(book.skipped), []
+        if not ledger_summary.odd and (global_batch is None or ledger_summary.batch in (None, global_batch)):
+            return ledger_summary.steps, sorted(ledger_summary.skipped), []
         if self._judged is None or again:
             records, _ = read_ledger(self.folder)
             gaps = ledger_gaps(records, global_batch) if global_batch else []
             self._judged = len(records), [r.step for r in records if r.skipped], gaps
         steps, skipped, gaps = self._judged
-        return max(steps, book.steps), sorted({*skipped, *book.skipped} if not again else skipped), list(gaps)
+        return (
+            max(steps, ledger_summary.steps),
+            sorted({*skipped, *ledger_summary.skipped} if not again else skipped),
+            list(gaps),
+        )
 
 
 def read_view(folder: RunFolder) -> RunView:
@@ -396,10 +402,10 @@ def find_failure(folder: RunFolder, events: list[Event], generation: int) -> Fai
     If no event states what ended it, it is the first failure of `generation`, the last one: the run has recovered from
     earlier ones.
     """
-    told = next((e for e in reversed(events) if e.kind == "run_failed"), None)
-    if told is None:
-        told = next((e for e in events if e.generation == generation and is_failure(e)), None)
-    return None if told is None else Failure.from_event(told).completed(folder, generation)
+    event = next((e for e in reversed(events) if e.kind == "run_failed"), None)
+    if event is None:
+        event = next((e for e in events if e.generation == generation and is_failure(e)), None)
+    return None if event is None else Failure.from_event(event).completed(folder, generation)
 
 
 def _text(value: object) -> str | None:

@@ -121,7 +121,7 @@ def upload(target: Target, source: Readable, progress: Progress | None) -> None:
     """
     part_bytes = part_size(source.size, target.settings.part_bytes)
     if source.size <= part_bytes:
-        put(target, _take(source, 0, source.size, target.url))
+        put(target, _read_part(source, 0, source.size, target.url))
         if progress is not None:
             progress(source.size, source.size)
         return
@@ -158,7 +158,7 @@ def _send_parts(
 ) -> list[dict[str, Any]]:
     def send(number: int) -> dict[str, Any]:
         begin = (number - 1) * part_bytes
-        body = _take(source, begin, min(part_bytes, source.size - begin), target.url)
+        body = _read_part(source, begin, min(part_bytes, source.size - begin), target.url)
         answer = target.send(target.client.upload_part, body, UploadId=upload_id, PartNumber=number)
         return {"PartNumber": number} | {
             name: answer[name] for name in ("ETag", "ChecksumCRC32") if name in answer
@@ -217,7 +217,7 @@ def _abort(target: Target, upload_id: str) -> None:
         target.client.abort_multipart_upload(**target.place, UploadId=upload_id)
 
 
-def _take(source: Readable, begin: int, length: int, url: str) -> bytes:
+def _read_part(source: Readable, begin: int, length: int, url: str) -> bytes:
     """`length` bytes of `source`, starting at its byte `begin`."""
     pieces = []
     done = 0

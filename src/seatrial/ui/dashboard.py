@@ -154,10 +154,10 @@ def _overview(shown: ViewState, width: int, room: int) -> list[Text]:
 def _ranks(shown: ViewState, width: int, room: int) -> list[Text]:
     if shown.account is None:
         return [Text("the ranks have not recorded the stages of any step of this generation yet", "dim")]
-    from seatrial.record.frontier import beside_peers
+    from seatrial.record.frontier import excess_over_peers
 
     account = shown.account
-    deviation = beside_peers(account.split.own_s, shown.pipeline)
+    deviation = excess_over_peers(account.split.own_s, shown.pipeline)
     worst = sorted(range(account.ranks), key=lambda rank: -abs(deviation[rank]))[: max(3, room // 4)]
     lines = _map(shown, width, room - len(worst) - 3)
     lines += [Text(""), Text("rank  node  own work per step   against its peers", "bold")]
@@ -248,12 +248,12 @@ def _split_bar(account: Account | None, width: int) -> list[Text]:
 
 def _map(shown: ViewState, width: int, room: int) -> list[Text]:
     """A heat map with one cell per rank, grouped by node: own work against the peers of the same pipeline rank."""
-    from seatrial.record.frontier import beside_peers
+    from seatrial.record.frontier import excess_over_peers
 
     account = shown.account
     assert account is not None
     nodes: list[int] | list[str] = _nodes(shown) or ["?"]
-    deviation = beside_peers(account.split.own_s, shown.pipeline) / account.split.step_s
+    deviation = excess_over_peers(account.split.own_s, shown.pipeline) / account.split.step_s
     each = account.ranks // len(nodes)
     label = max(len(str(node)) for node in nodes)
     cell = label + 1 + each + 2

@@ -23,7 +23,7 @@ def test_peers_on_loopback_are_on_this_host() -> None:
     assert found.reason == "all peers are on this host: 127.0.0.1, 127.0.1.1"
 
 
-def test_our_own_name_on_loopback_says_nothing_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_name_on_loopback_does_not_decide_the_route(monkeypatch: pytest.MonkeyPatch) -> None:
     """Debian's /etc/hosts has it at 127.0.1.1."""
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost.example.org")
     assert "no other host is known" in route(["localhost"]).reason

@@ -15,7 +15,7 @@ def test_it_is_a_line_on_stderr() -> None:
     assert done.stderr == "no room: ?\n"
 
 
-def test_a_full_disk_is_no_second_trouble() -> None:
+def test_a_full_disk_causes_no_second_error() -> None:
     """An agent's stderr is a file in the run folder."""
     with open("/dev/full", "w") as full:
         done = subprocess.run(

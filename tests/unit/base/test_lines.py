@@ -76,7 +76,7 @@ def test_post_never_blocks_and_delivers_when_there_is_room() -> None:
     a.close()
 
 
-def test_what_was_posted_goes_before_what_is_sent_later() -> None:
+def test_posted_messages_precede_later_sent_ones() -> None:
     a, b = Channel.pair()
     posted = [{"n": n, "text": "x" * 10_000} for n in range(100)]
     for message in posted:
@@ -90,7 +90,7 @@ def test_what_was_posted_goes_before_what_is_sent_later() -> None:
 
 
 @pytest.mark.parametrize("line", [b"GET / HTTP/1.1\n", b"[1, 2]\n", b"7\n"])
-def test_what_is_no_message_is_refused(line: bytes) -> None:
+def test_an_invalid_message_is_refused(line: bytes) -> None:
     raw, other = socket.socketpair()
     channel = Channel(other)
     raw.sendall(line)

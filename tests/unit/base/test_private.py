@@ -50,7 +50,7 @@ def test_one_that_others_can_look_or_write_into_is_refused(tmp: Path, mode: int)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to somebody else")
-def test_one_that_somebody_else_has_made_is_refused(tmp: Path) -> None:
+def test_a_folder_of_another_user_is_refused(tmp: Path) -> None:
     (tmp / NAME).mkdir(mode=0o700)
     os.chown(tmp / NAME, 12345, 12345)
     with pytest.raises(InputError, match="is not a folder of this user"):

@@ -47,7 +47,7 @@ def test_repeatedly_stopped_and_continued_is_not_stopped(kernel: Kernel) -> None
         assert kernel.looks(1) == {}
 
 
-def test_a_pause_of_the_whole_machine_counts_for_nobody(kernel: Kernel) -> None:
+def test_a_pause_of_the_whole_machine_counts_for_no_process(kernel: Kernel) -> None:
     kernel.states[7] = ("T", 3)
     kernel.looks(2)
     kernel.now += 3600

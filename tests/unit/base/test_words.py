@@ -30,7 +30,7 @@ def test_a_diagnostic_points_at_its_place() -> None:
     )
 
 
-def test_the_caret_stands_under_its_column_behind_tabs() -> None:
+def test_the_caret_is_under_its_column_after_tabs() -> None:
     lines = Diagnostic("x", "f", 1, 3, source_line="\t\tkey").render().splitlines()
     assert lines[1].split("| ")[1].index("k") == lines[2].split("| ")[1].index("^")
 
@@ -44,7 +44,7 @@ def test_of_a_very_long_line_the_place_is_shown() -> None:
     assert start[1].startswith("  1 | x = 1 # aaa")
 
 
-def test_all_problems_are_told_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     error = InputError([Diagnostic("one", "f"), Diagnostic("two")])
     assert error.exit_code == 2
     assert error.render() == "f: error: one\nerror: two\n2 problems"
@@ -95,7 +95,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
     assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
 
 
-def test_names_that_are_no_utf8_are_json_too(tmp_path: Path) -> None:
+def test_names_that_are_not_utf8_are_valid_json(tmp_path: Path) -> None:
     value = {"file": os.fsdecode(b"caf\xe9 \xc3\xa9"), "other": "\ud83d é"}
     atomic.write_json(tmp_path / "a.json", value)
     assert json.loads((tmp_path / "a.json").read_text(encoding="utf-8")) == value

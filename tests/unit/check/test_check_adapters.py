@@ -17,7 +17,7 @@ from seatrial.base.errors import InputError
 from seatrial.check.judging.check_run import CheckRun
 from seatrial.check.judging.findings import Finding, Target
 from seatrial.check.judging.report import Judged, Report
-from seatrial.check.reports.adapters import Order, carry_out, orders, reasons, refusal
+from seatrial.check.reports.adapters import Order, orders, reasons, refusal, run_orders
 
 DOWN = Finding("NET001", "FAIL", Target(node="n2", port="mlx5_2/1"), "Down, physical state Polling")
 
@@ -59,7 +59,7 @@ def test_the_commands() -> None:
 
 
 @given(st.text(max_size=300))
-def test_no_message_breaks_out_of_a_command(message: str) -> None:
+def test_no_message_escapes_the_quotes_of_a_command(message: str) -> None:
     found = Finding("NET001", "FAIL", Target(node="n2", port=message[:20]), message)
     for scheduler in ("slurm", "kubernetes"):
         (order,) = orders(scheduler, {"n2": found})
@@ -108,10 +108,10 @@ def taints(*nodes: str) -> list[Order]:
     return orders("kubernetes", {n: Finding("BLM001", "FAIL", Target(node=n, gpu=2), "gone") for n in nodes})
 
 
-def test_each_node_is_tainted_and_told(kubectl: Path) -> None:
+def test_each_node_is_tainted_and_reported(kubectl: Path) -> None:
     behave(kubectl, 'echo "node/$3 tainted"')
     lines: list[str] = []
-    done = carry_out(taints("n1", "n2"), lines.append)
+    done = run_orders(taints("n1", "n2"), lines.append)
     assert asked(kubectl) == [
         f"taint nodes {n} seatrial.dev/unfit=BLM001:NoSchedule --overwrite" for n in ("n1", "n2")
     ]
@@ -120,12 +120,12 @@ def test_each_node_is_tainted_and_told(kubectl: Path) -> None:
     assert lines[0].endswith(": node/n1 tainted")
 
 
-def test_one_that_fails_is_told_and_keeps_no_other(kubectl: Path) -> None:
+def test_a_failed_command_is_reported_and_the_others_run(kubectl: Path) -> None:
     behave(
         kubectl, 'case "$3" in n1) echo "Error from server (NotFound): nodes n1 not found" >&2; exit 1;; esac'
     )
     lines: list[str] = []
-    done = carry_out(taints("n1", "n2"), lines.append)
+    done = run_orders(taints("n1", "n2"), lines.append)
     assert [o.done for o in done] == [False, True]
     assert "exit code 1: Error from server (NotFound)" in done[0].why
     assert lines[0].startswith("failed: kubectl taint nodes n1")
@@ -134,7 +134,7 @@ def test_one_that_fails_is_told_and_keeps_no_other(kubectl: Path) -> None:
 @pytest.mark.cluster  # slow
 def test_hung_kubectl_and_children_are_killed_and_rest_skipped(kubectl: Path) -> None:
     behave(kubectl, f"sleep 600 & echo $! > {kubectl}/child; wait")
-    done = carry_out(taints("n1", "n2", "n3"), lambda text: None, timeout_s=1.0)
+    done = run_orders(taints("n1", "n2", "n3"), lambda text: None, timeout_s=1.0)
     assert [o.done for o in done] == [False, False, False]
     assert "did not end within 1 s" in done[0].why
     assert done[1].why.startswith("not run: ")
@@ -147,6 +147,6 @@ def test_hung_kubectl_and_children_are_killed_and_rest_skipped(kubectl: Path) ->
 
 def test_without_the_command_nothing_is_tried_twice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    done = carry_out(taints("n1", "n2"), lambda text: None)
+    done = run_orders(taints("n1", "n2"), lambda text: None)
     assert done[0].why == "kubectl: not installed"
     assert done[1].why == "not run: kubectl: not installed"

@@ -77,12 +77,12 @@ def test_no_part_of_the_table_passes() -> None:
             assert worst(TABLE.read(end[:cut], "d")) == "UNJUDGED", end[:cut][-60:]
 
 
-def test_software_alone_is_no_pass() -> None:
+def test_tests_of_software_alone_do_not_pass() -> None:
     short = GOOD[: GOOD.index("+-----  Integration")] + GOOD.rstrip().rpartition("\n")[2] + "\n"
     assert bad(TABLE.read(short, "d")) == [("DIA002", "UNJUDGED", None)]
 
 
-def test_what_stands_in_the_summary_of_a_test_alone_counts() -> None:
+def test_a_status_only_in_the_summary_of_a_test_counts() -> None:
     text = (
         '{"DCGM Diagnostic": {"test_categories": [{"category": "Hardware", "tests": [{"name": "memory", '
         '"results": [{"entity_group": "GPU", "entity_id": 0, "status": "Pass"}], "test_summary": {"status": "%s"}}]}]}}'

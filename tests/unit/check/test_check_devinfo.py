@@ -100,7 +100,7 @@ def test_ibstatus_board_bridges_are_not_counted_as_fabric_ports() -> None:
     assert "4 fabric ports (InfiniBand) active at 100 Gb/s" in only(only_bridges).message
 
 
-def test_storage_that_is_down_on_another_link_layer_is_no_fault() -> None:
+def test_storage_ports_down_on_another_link_layer_are_no_fault() -> None:
     text = read("ibstatus_four_ndr.txt")
     text += status("mlx5_8", "40 Gb/sec (4X QDR)", "Ethernet", "1: DOWN").replace("5: LinkUp", "3: Disabled")
     assert bad(text) == []
@@ -113,13 +113,13 @@ def test_a_second_port_that_no_card_uses_is_suspect_at_most() -> None:
     assert bad(text.replace("# ibv_devinfo -v", "# something else"))[-1][:2] == ("UNJUDGED", "OUT002")
 
 
-def test_a_rate_that_is_asked_and_not_told_is_no_pass() -> None:
+def test_a_required_rate_that_is_not_printed_does_not_pass() -> None:
     assert bad(read("ibv_devinfo_four_ndr.txt"), 400.0) == [("UNJUDGED", "NET002", None)]
     assert bad(read("ibv_devinfo_v_three_ndr.txt"), 400.0) == []
     assert [v for v, _, _ in bad(read("ibv_devinfo_v_three_ndr.txt"), 800.0)] == ["FAIL"] * 3
 
 
-def test_a_library_without_a_word_for_xdr_says_nothing_of_it() -> None:
+def test_an_unknown_xdr_rate_of_an_old_library_is_ignored() -> None:
     text = read("ibv_devinfo_v_three_ndr.txt").replace("\t4129\n", "\t4131\n")
     found = only(text)
     assert (found.verdict, "not in the output" in found.message) == ("PASS", True)
@@ -141,7 +141,7 @@ def test_a_library_without_a_word_for_xdr_says_nothing_of_it() -> None:
         ("hca_id:\tmlx5_1", "hca_id:\tmlx5_0"),
     ],
 )
-def test_damage_in_ibv_devinfo_is_no_pass(old: str, new: str) -> None:
+def test_damage_in_ibv_devinfo_does_not_pass(old: str, new: str) -> None:
     text = read("ibv_devinfo_v_three_ndr.txt")
     assert old in text
     assert report(text.replace(old, new, 1)).verdict in ("UNJUDGED", "FAIL")
@@ -159,7 +159,7 @@ def test_damage_in_ibv_devinfo_is_no_pass(old: str, new: str) -> None:
         ("device 'mlx5_1'", "device 'mlx5_0'"),
     ],
 )
-def test_damage_in_ibstatus_is_no_pass(old: str, new: str) -> None:
+def test_damage_in_ibstatus_does_not_pass(old: str, new: str) -> None:
     text = read("ibstatus_four_ndr.txt")
     assert old in text
     assert report(text.replace(old, new, 1)).verdict in ("UNJUDGED", "FAIL")
@@ -175,12 +175,12 @@ def test_damage_in_ibstatus_is_no_pass(old: str, new: str) -> None:
         "Fatal error:  device 'mlx5_0': sys files not found (/sys/class/infiniband/mlx5_0/ports)\n",
     ],
 )
-def test_a_host_without_a_device_is_unjudged_with_the_tools_word(text: str) -> None:
+def test_a_host_without_a_device_is_unjudged_with_the_message(text: str) -> None:
     found = only(text)
     assert (found.verdict, found.code) == ("UNJUDGED", "NET007")
 
 
-def test_a_list_of_names_says_nothing_of_their_state() -> None:
+def test_a_list_of_device_names_does_not_pass() -> None:
     found = only("2 HCAs found:\n\tmlx5_0\n\tmlx5_1\n\n")
     assert (found.verdict, found.code) == ("UNJUDGED", "NET001")
 
@@ -291,7 +291,7 @@ def test_an_xml_in_one_line_is_read() -> None:
     )
 
 
-def test_a_partition_that_is_assigned_is_no_fault() -> None:
+def test_an_assigned_partition_is_not_a_fault() -> None:
     text = read("smi_qx_h200_v13.xml").replace("<partition_assigned>N/A", "<partition_assigned>True")
     assert report(text).verdict == "PASS"
 

@@ -7,7 +7,7 @@ import pytest
 from seatrial.check.judging.findings import Finding, Target, codes, explain, worst
 from seatrial.check.outputs.smi_query_judge import TOOLS
 from seatrial.check.outputs.tool import Context as Known
-from seatrial.check.outputs.tool import Lines, ParseError, evidence, left_over, lines_of
+from seatrial.check.outputs.tool import Lines, ParseError, evidence, lines_of, unclaimed_findings
 from seatrial.check.ranges import listed
 
 
@@ -26,11 +26,11 @@ def finding(verdict: str, **fields: object) -> Finding:
         (["WARN", "FAIL", "UNJUDGED"], "FAIL"),
     ],
 )
-def test_the_worst_verdict_counts_and_nothing_is_no_pass(said: list[str], verdict: str) -> None:
+def test_the_worst_verdict_counts_and_nothing_does_not_pass(said: list[str], verdict: str) -> None:
     assert worst(finding(v) for v in said) == verdict
 
 
-def test_unjudged_says_why_and_nothing_else_does() -> None:
+def test_only_unjudged_findings_have_a_reason() -> None:
     assert Finding("GPU001", "UNJUDGED", Target(), "text").why_unjudged == "text"
     assert finding("UNJUDGED").why_unjudged != "text"
     with pytest.raises(AssertionError, match="why_unjudged"):
@@ -95,8 +95,8 @@ def test_lists_and_places_stay_short() -> None:
 
 
 def test_leftover_lines_are_shown_without_control_characters() -> None:
-    assert left_over(Lines([]), "f", Known(), "tool") == []
-    (said,) = left_over(Lines([(4, "Li\x1b[2Jnk"), (9, "x")]), "f", Known(), "tool")
+    assert unclaimed_findings(Lines([]), "f", Known(), "tool") == []
+    (said,) = unclaimed_findings(Lines([(4, "Li\x1b[2Jnk"), (9, "x")]), "f", Known(), "tool")
     assert said.verdict == "UNJUDGED"
     assert "2 lines not recognised, the first: 'Li?[2Jnk'" in said.why_unjudged
     assert said.evidence == ("f:4", "f:9")

@@ -53,7 +53,7 @@ def test_no_floor_is_above_what_the_data_sheet_promises() -> None:
                 assert floor.value < gpu.link_gb_s, (sku.name, floor)
 
 
-def test_the_nvlink_target_says_both_directions_and_is_no_floor() -> None:
+def test_the_nvlink_target_is_for_both_directions_and_no_floor() -> None:
     target = targets()["nvlink"]
     assert (target.value, target.unit, target.direction) == (800.0, "GB/s", "both directions")
     floor = find_sku("NVIDIA H100 80GB HBM3").floor("nvlink_copy", direction="both directions")  # type: ignore[union-attr]

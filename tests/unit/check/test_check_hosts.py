@@ -114,7 +114,7 @@ def test_a_local_job_is_its_virtual_cluster() -> None:
     assert [(h.name, h.address, h.prefix) for h in hosts] == [(f"node{n}", "127.0.0.1", ()) for n in range(3)]
 
 
-def test_without_anything_it_is_this_node_alone() -> None:
+def test_without_arguments_only_this_node_is_checked() -> None:
     (host,) = hosts_of(environment={})
     assert host.prefix == ()
 
@@ -137,7 +137,7 @@ def test_a_bad_list_of_nodes_is_bad_input(nodes: str) -> None:
         hosts_of(nodes=nodes or ",", environment={})
 
 
-def test_a_job_for_other_machines_says_how_to_name_them() -> None:
+def test_a_job_for_other_machines_asks_for_their_names() -> None:
     with pytest.raises(InputError, match="so the hosts are unknown"):
         hosts_of(_job(launcher="ssh"), environment={})
 

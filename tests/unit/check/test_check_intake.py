@@ -94,7 +94,7 @@ def test_packed_files_in_parts_are_read_to_the_end(packing: str) -> None:
 
 
 @pytest.mark.parametrize("packing", sorted(PACK))
-def test_packed_files_that_are_cut_off_or_damaged_are_no_pass(packing: str) -> None:
+def test_truncated_or_damaged_packed_files_do_not_pass(packing: str) -> None:
     healthy = (FIXTURES / "ibstat_four_ndr.txt").read_bytes()
     packed = PACK[packing](healthy)
     assert report(packed).verdict == "PASS"
@@ -132,7 +132,7 @@ def test_no_line_of_a_long_log_is_lost() -> None:
     assert f"in {log_of(5, {}).count(bytes([10]))} lines" in quiet.findings[0].message
 
 
-def test_what_is_no_log_bars_a_pass_wherever_it_stands() -> None:
+def test_lines_that_are_not_a_log_prevent_a_pass_anywhere() -> None:
     lines = log_of(4, {}).splitlines(keepends=True)
     for at in (0, 20_000, 40_000, len(lines)):
         found = report(b"".join([*lines[:at], b"somebody was here\n", *lines[at:]]))
@@ -167,15 +167,15 @@ def test_links_that_flap_in_a_long_log() -> None:
 
 def test_every_significant_log_line_has_a_filter_keyword() -> None:
     samples = [line for p in FIXTURES.iterdir() for line in p.read_text().splitlines()]
-    telling = [line for line in samples if kernel_text.is_relevant(line)]
-    assert len(telling) > 20
-    assert all(any(word in line.lower() for word in WORDS) for line in telling)
+    relevant = [line for line in samples if kernel_text.is_relevant(line)]
+    assert len(relevant) > 20
+    assert all(any(word in line.lower() for word in WORDS) for line in relevant)
     assert not any(c.isdigit() for word in WORDS for c in word), (
         "digits are all alike where lines are looked at"
     )
-    many = [*telling, *samples] * 10
+    many = [*relevant, *samples] * 10
     assert len(many) > 1000
-    assert kernel_text.quiet_of(many)[: len(telling)] == [False] * len(telling)
+    assert kernel_text.quiet_of(many)[: len(relevant)] == [False] * len(relevant)
     assert kernel_text.quiet_of(many) == [q for x in many for q in kernel_text.quiet_of([x])]
 
 
@@ -201,7 +201,7 @@ def test_where_a_block_ends_makes_no_difference(cut: int, monkeypatch: pytest.Mo
     assert report(data.decode().encode("utf-16")).findings == whole.findings
 
 
-def test_a_line_without_an_end_is_not_kept_and_is_no_pass() -> None:
+def test_an_endless_line_is_dropped_and_does_not_pass() -> None:
     taken = numbered_lines.read_stream(io.BufferedReader(Endless(40 << 20, lambda n: b"x" * 4096)))
     assert sum(len(line) for _, line in taken.lines) <= numbered_lines.LONGEST_LINE
     assert [why for why, _ in taken.damage] == ["a line longer than 4 MiB"]
@@ -224,7 +224,7 @@ def test_of_gigabytes_little_is_kept() -> None:
     assert taken.damage == []
 
 
-def test_what_is_larger_and_no_log_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_input_that_is_not_a_log_is_read_partially(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numbered_lines, "LARGEST_CHARS", 4 << 20)
     source = Endless(1 << 40, lambda n: b"%d words that no log has, and no tool either, in a line\n" % n)
     taken = numbered_lines.read_stream(io.BufferedReader(source))
@@ -267,7 +267,7 @@ def lines_of_all() -> Iterator[str]:
         yield from p.read_text().splitlines()
 
 
-def test_a_quiet_line_is_a_logs_and_says_nothing() -> None:
+def test_quiet_lines_are_log_lines_without_findings() -> None:
     every = list(lines_of_all())
     for line, quiet in zip(every, kernel_text.quiet_of(every), strict=True):
         if quiet:

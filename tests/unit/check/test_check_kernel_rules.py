@@ -125,7 +125,7 @@ SAMPLES = (
 
 
 @pytest.mark.parametrize(("line", "code", "verdict"), SAMPLES)
-def test_what_drivers_tell(line: str, code: str, verdict: str) -> None:
+def test_messages_of_drivers(line: str, code: str, verdict: str) -> None:
     assert bad(KERNEL.read(f"[   12.000001] quiet\n[   13.000001] {line}\n", "k")) == [(code, verdict)]
 
 
@@ -147,7 +147,7 @@ def test_every_rule_can_be_reached() -> None:
         "acpi PNP0A08:03: PCIe AER handled by firmware",
     ],
 )
-def test_what_is_no_fault(line: str) -> None:
+def test_what_is_not_a_fault(line: str) -> None:
     assert worst(KERNEL.read(f"[   12.000001] {line}\n", "k")) == "PASS"
 
 
@@ -158,7 +158,7 @@ def test_a_link_that_flaps_is_named_and_others_are_not() -> None:
     assert found.evidence == ("k:3", "k:5", "k:7", "...")
 
 
-def test_few_losses_are_suspect_and_one_that_is_mended_is_none() -> None:
+def test_a_few_link_losses_warn_and_one_recovered_loss_passes() -> None:
     lines = FLAPS.splitlines(keepends=True)
     assert worst(KERNEL.read("".join(lines[:4]), "k")) == "PASS"
     assert worst(KERNEL.read("".join(lines[:3]), "k")) == "WARN"  # down at the end
@@ -168,7 +168,7 @@ def test_few_losses_are_suspect_and_one_that_is_mended_is_none() -> None:
     assert worst(KERNEL.read(spread, "k")) == "WARN"
 
 
-def test_links_as_the_adapters_drivers_tell_of_them() -> None:
+def test_link_messages_of_the_adapters_drivers() -> None:
     text = "".join(
         f"[ {100 + i}.000001] mlx5_core 0000:5c:00.0 ibs5: Link {word}\n"
         for i in range(6)
@@ -316,7 +316,7 @@ def test_disk_errors_are_grouped_into_one_finding_per_disk() -> None:
         "sd 6:0:0:0: [sdq] Attached SCSI removable disk\n[   15.000001] EXT4-fs (sdq1): Remounting filesystem read-only",
     ],
 )  # fmt: skip
-def test_what_is_no_disk_of_the_node_is_no_fault_of_its_disks(line: str) -> None:
+def test_errors_of_other_devices_are_not_disk_faults(line: str) -> None:
     assert worst(KERNEL.read(f"[   13.000001] {line}\n", "k")) == "PASS"
     assert worst(KERNEL.read(f"[   13.000001] {line.replace('loop', 'sd').replace('removable ', '')}\n", "k")) in (
         "WARN", "FAIL", "PASS" if "sr0" in line or "ram0" in line else "FAIL",

@@ -40,7 +40,7 @@ def test_links(name: str, code: str, verdict: str) -> None:
     assert (found.code, found.verdict) == (code, verdict)
 
 
-def test_a_link_that_is_down_says_what_mlxlink_recommends() -> None:
+def test_a_link_that_is_down_has_mlxlink_s_recommendation() -> None:
     assert "Cable is unplugged" in link(text_of("mlxlink_polling.txt"))[0].message
 
 
@@ -64,7 +64,7 @@ def test_a_link_that_is_down_says_what_mlxlink_recommends() -> None:
         ("Enabled Link Speed                 : 0x000000f1 (NDR,HDR,EDR,FDR,SDR)\n", "", "UNJUDGED"),
     ],
 )
-def test_links_that_are_ill_or_torn(old: str, new: str, verdict: str) -> None:
+def test_faulty_and_truncated_links(old: str, new: str, verdict: str) -> None:
     text = text_of("mlxlink_ndr.txt")
     assert text.count(old) == 1
     assert worst(link(text.replace(old, new))) == verdict
@@ -106,7 +106,7 @@ def test_good_pairs() -> None:
     assert found.expected.value == 440.0
 
 
-def test_nothing_at_all_is_no_pass_at_any_threshold() -> None:
+def test_no_data_is_not_a_pass_at_any_threshold() -> None:
     text = text_of("ncclscout_good.txt")
     for number in ("451.20", "449.90", "450.55", "440.0"):
         text = text.replace(number, "0.00")

@@ -23,7 +23,7 @@ def against(result: LiveResult) -> set[tuple[str, str | None]]:
     return {(f.code, f.target.node) for f in result.report.findings if f.verdict == "FAIL"}
 
 
-def test_healthy_nodes_are_not_blamed_and_their_rates_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_healthy_nodes_are_not_blamed_and_rates_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     result = check(monkeypatch, Nodes(4))
     assert against(result) == set()
     assert (result.blames, result.unsettled) == ((), ())
@@ -56,7 +56,7 @@ def test_a_slow_rail_is_named(
     assert {f.verdict for f in missing} <= {"UNJUDGED"}
 
 
-def test_a_port_that_perftest_finds_down_is_told_of_its_own_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_down_in_perftest_is_reported_of_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
     result = check(monkeypatch, Nodes(4, ports_down={(1, 5)}))
     assert {node for _, node in against(result)} == {"node1"}
     assert "NET001" in {code for code, _ in against(result)}

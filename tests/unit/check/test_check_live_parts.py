@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seatrial.base.address import interface_towards
-from seatrial.check.blame.infer import Readings, Terms
+from seatrial.check.blame.infer import Readings, Thresholds
 from seatrial.check.blame.localise import GroupReadings, localise
 from seatrial.check.blame.nodes import Bools, Floats, Ints, NodeStage
 from seatrial.check.blame.rounds import GroupRound, Round
@@ -19,7 +19,7 @@ from seatrial.check.live import ib_pair, live_judge
 from seatrial.check.live.agent_pool import Reply
 from seatrial.check.live.live_ranks import Outcome, RankGroup, Sum, batches, outcome
 from seatrial.check.live.live_rates import measured
-from seatrial.check.live.nccl_lines import telling
+from seatrial.check.live.nccl_lines import topology_lines
 from seatrial.check.live.reach import cut_off, partners, reach
 
 # -- who reaches whom
@@ -27,7 +27,7 @@ from seatrial.check.live.reach import cut_off, partners, reach
 
 @settings(max_examples=40)
 @given(st.integers(3, 64), st.data())
-def test_one_that_is_cut_off_is_found_and_nobody_else(nodes: int, data: st.DataObject) -> None:
+def test_only_the_host_that_is_cut_off_is_found(nodes: int, data: st.DataObject) -> None:
     lost = data.draw(st.integers(0, nodes - 1))
     tries = partners(range(nodes))
     reached = [(a, b) for a, others in tries.items() for b in others if lost not in (a, b)]
@@ -35,14 +35,14 @@ def test_one_that_is_cut_off_is_found_and_nobody_else(nodes: int, data: st.DataO
     assert max(len(others) for others in tries.values()) <= nodes.bit_length()
 
 
-def test_without_a_part_larger_than_half_nobody_is_cut_off() -> None:
+def test_without_a_majority_no_host_counts_as_cut_off() -> None:
     assert cut_off([0, 1], []) == set()
     assert cut_off([0, 1, 2, 3], [(0, 1), (2, 3)]) == set()
     assert cut_off([0, 1, 2, 3], [(0, 1), (1, 2)]) == {3}
     assert cut_off([], []) == set()
 
 
-def test_one_connection_that_fails_cuts_nobody_off() -> None:
+def test_one_failed_connection_cuts_no_host_off() -> None:
     tries = partners(range(8))
     pairs = [(a, b) for a, others in tries.items() for b in others]
     for failed in pairs:
@@ -67,12 +67,12 @@ def test_the_interface_is_the_one_that_leads_there() -> None:
 # -- worlds of ranks
 
 
-def world(*members: int, ranks: int = 1, **more: Any) -> RankGroup:
+def group(*members: int, ranks: int = 1, **more: Any) -> RankGroup:
     return RankGroup(members, ((0,) if ranks == 1 else tuple(range(ranks)),) * len(members), **more)
 
 
-def test_worlds_on_one_machine_take_turns_and_others_do_not() -> None:
-    worlds = [world(0, 1), world(2, 3), world(4, 5)]
+def test_groups_on_one_machine_run_one_after_another() -> None:
+    worlds = [group(0, 1), group(2, 3), group(4, 5)]
     assert batches(worlds, ["a", "b", "c", "d", "e", "f"]) == [[0, 1, 2]]
     assert batches(worlds, ["a", "b", "b", "c", "d", "e"]) == [[0, 2], [1]]
     assert batches(worlds, ["a"] * 6) == [[0], [1], [2]]
@@ -93,14 +93,14 @@ def sums(*seconds: float, wrong: int = 0) -> list[dict[str, Any]]:
 WAYS = ((0, 1, 0), (1, 0, 1))
 
 
-def test_what_two_ranks_say_is_one_result() -> None:
+def test_replies_of_two_ranks_become_one_result() -> None:
     one = {"flows": [rate(1, 0, 8.0)], "all_reduce": sums(1e-6, 3e-6, 2e-6)}
     other = {"flows": [rate(0, 1, 9.0)], "all_reduce": sums(2e-6, 1e-6, 2e-6)}
-    pair = world(4, 7, flows=WAYS)
+    pair = group(4, 7, flows=WAYS)
     result = outcome(pair, {4: told(0, measured=one), 7: told(1, measured=other)})
     assert result.whole
-    assert [f.gbit_s for f in result.way(0)] == [9.0]
-    assert [f.gbit_s for f in result.way(1)] == [8.0]
+    assert [f.gbit_s for f in result.direction(0)] == [9.0]
+    assert [f.gbit_s for f in result.direction(1)] == [8.0]
     (total,) = result.sums
     # Of each repeat the slower rank: 2, 3 and 2 µs.
     assert (total.seconds, total.repeats) == (2e-6, 3)
@@ -121,7 +121,7 @@ def test_what_two_ranks_say_is_one_result() -> None:
 )
 def test_a_failure_is_the_hosts_own_or_its_partners(text: str, whose: str) -> None:
     result = outcome(
-        world(4, 7, flows=WAYS), {4: told(0, failed=text), 7: told(1, failed="Connection reset by peer")}
+        group(4, 7, flows=WAYS), {4: told(0, failed=text), 7: told(1, failed="Connection reset by peer")}
     )
     assert not result.whole
     assert result.own == ({4: text} if whose == "own" else {})
@@ -131,24 +131,24 @@ def test_a_failure_is_the_hosts_own_or_its_partners(text: str, whose: str) -> No
 def test_what_was_measured_before_a_failure_counts() -> None:
     part = {"flows": [rate(0, 1, 9.0), rate(1, 0, None)], "all_reduce": []}
     silent = Reply(None, "its agent was killed by SIGKILL", alive=False)
-    result = outcome(world(4, 7, flows=WAYS), {4: told(0, measured=part, failed="timeout"), 7: silent})
-    assert [f.gbit_s for f in result.way(0)] == [9.0]
-    assert result.way(1) == []
+    result = outcome(group(4, 7, flows=WAYS), {4: told(0, measured=part, failed="timeout"), 7: silent})
+    assert [f.gbit_s for f in result.direction(0)] == [9.0]
+    assert result.direction(1) == []
     assert result.silent == {7: "its agent was killed by SIGKILL"}
 
 
-def test_a_world_whose_first_rank_fails_is_not_whole() -> None:
-    assert not outcome(world(4, 7), {4: told(0, failed="x")}).whole
-    assert not outcome(world(4, 7), {4: told(0)}).whole  # the other one was never asked
+def test_a_group_whose_first_rank_fails_is_incomplete() -> None:
+    assert not outcome(group(4, 7), {4: told(0, failed="x")}).whole
+    assert not outcome(group(4, 7), {4: told(0)}).whole  # the other one was never asked
 
 
 def test_an_all_reduce_without_all_ranks_is_none() -> None:
-    result = outcome(world(4, 7), {4: told(0, measured={"flows": [], "all_reduce": sums(1.0)})})
+    result = outcome(group(4, 7), {4: told(0, measured={"flows": [], "all_reduce": sums(1.0)})})
     assert result.sums == []
 
 
-def test_wrong_sums_are_told_with_who_took_part() -> None:
-    bad = Outcome(world(0, 1), sums=[Sum(4096, 1e-3, 3, 5)])
+def test_wrong_sums_are_reported_with_all_members() -> None:
+    bad = Outcome(group(0, 1), sums=[Sum(4096, 1e-3, 3, 5)])
     (finding,) = live_judge._wrong([bad], ["a", "b"])
     assert (finding.code, finding.verdict, finding.measured) == ("LIV006", "FAIL", 5)
     assert "a, b" in finding.message
@@ -201,7 +201,7 @@ def test_client_command_differs_only_by_the_server_address() -> None:
 # -- NCCL's lines
 
 
-def test_of_ncclls_log_only_what_tells_the_way_is_kept() -> None:
+def test_only_topology_lines_of_nccl_s_log_are_kept() -> None:
     text = (
         "node1:11:11 [0] NCCL INFO Bootstrap : Using eth0\n"
         "node1:11:12 [0] NCCL INFO Using network IB\n"
@@ -209,8 +209,12 @@ def test_of_ncclls_log_only_what_tells_the_way_is_kept() -> None:
         "node1:11:12 [0] NCCL INFO 24 coll channels, 24 collnet channels, 16 nvls channels, 32 p2p channels\n"
         "Using network, says somebody else\n"
     )
-    assert [line.split("INFO ")[1][:9] for line in telling(text)] == ["Using net", "comm 0x1 ", "24 coll c"]
-    assert telling("\x00\xff\nx\n") == []
+    assert [line.split("INFO ")[1][:9] for line in topology_lines(text)] == [
+        "Using net",
+        "comm 0x1 ",
+        "24 coll c",
+    ]
+    assert topology_lines("\x00\xff\nx\n") == []
 
 
 # -- localising hosts without GPUs, on one rail
@@ -263,16 +267,16 @@ def names(bench: FewHosts) -> list[str]:
     return [f"n{i}" for i in range(len(bench.share))]
 
 
-SHARED = Terms(suspect=0.5, broken=0.4, shared=True)
+SHARED = Thresholds(suspect=0.5, broken=0.4, shared=True)
 
 
 @pytest.mark.parametrize("slots", [0, 1])
-@pytest.mark.parametrize("terms", [Terms(), SHARED])
+@pytest.mark.parametrize("thresholds", [Thresholds(), SHARED])
 @pytest.mark.parametrize("count", [3, 4, 5, 8, 17])
-def test_a_slow_host_is_named_whatever_its_place(count: int, terms: Terms, slots: int) -> None:
+def test_a_slow_host_is_named_whatever_its_place(count: int, thresholds: Thresholds, slots: int) -> None:
     for slow in {0, 1, count // 2, count - 1}:
         bench = FewHosts([0.1 if n == slow else 1.0 for n in range(count)], slots=slots)
-        report = localise(bench, names(bench), terms=terms)
+        report = localise(bench, names(bench), thresholds=thresholds)
         assert [(b.node, b.kind) for b in report.blames] == [(f"n{slow}", "nic")], (count, slow)
         assert report.unsettled == ()
 
@@ -294,7 +298,7 @@ def test_a_link_that_carries_nothing_is_named() -> None:
 
 def test_hosts_a_third_apart_on_a_busy_machine_are_not_blamed() -> None:
     bench = FewHosts([1.0, 0.7, 0.65, 0.9, 0.6, 1.0])
-    report = localise(bench, names(bench), terms=SHARED)
+    report = localise(bench, names(bench), thresholds=SHARED)
     assert report.blames == ()
     assert report.unsettled == ()
 
@@ -341,12 +345,12 @@ def test_two_nodes_have_no_peers() -> None:
     assert {f.verdict for f in live_judge.pairs(case, [], "gloo")} == {"UNJUDGED"}
 
 
-def test_the_planners_rates_say_what_they_mean() -> None:
+def test_the_rates_for_the_planner_have_their_meaning() -> None:
     bench = FewHosts([1.0] * 4)
     report = localise(bench, names(bench))
     flows = {"flows": [rate(1, 0, 8.0), rate(0, 1, 9.0)], "all_reduce": sums(2e-6)}
     played = outcome(
-        world(0, 1, flows=WAYS), {0: told(0, measured=flows), 1: told(1, measured={"all_reduce": sums(1e-6)})}
+        group(0, 1, flows=WAYS), {0: told(0, measured=flows), 1: told(1, measured={"all_reduce": sums(1e-6)})}
     )
     found = measured(bench.nodes(np.arange(4)), report, [played], "gloo", rdma=False)
     assert found["send_recv"] == {

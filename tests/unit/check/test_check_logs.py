@@ -60,7 +60,7 @@ def test_lost_memory_links_and_cards_fail(code: int) -> None:
 
 
 @pytest.mark.parametrize("code", [106, 121, 137])
-def test_what_nvidia_says_to_ignore_passes(code: int) -> None:
+def test_messages_that_nvidia_says_to_ignore_pass(code: int) -> None:
     assert worst(KERNEL.read(f"NVRM: Xid (PCI:0000:1b:00): {code}, text\n", "k")) == "PASS"
 
 
@@ -92,18 +92,18 @@ def test_the_same_message_again_is_one_finding() -> None:
         ("[    9.0001] NVRM: GPU 0000:1b:00.0: RmInitAdapter failed! (0x26:0x56:1463)", "SYS004", "FAIL"),
     ],
 )
-def test_other_lines_that_tell_of_hardware(line: str, code: str, verdict: str) -> None:
+def test_other_lines_about_hardware(line: str, code: str, verdict: str) -> None:
     assert bad(KERNEL.read(line + "\n[   10.0001] quiet\n", "k")) == [(code, verdict)]
 
 
-def test_a_nic_at_its_full_width_says_nothing() -> None:
+def test_a_nic_at_its_full_width_gives_no_finding() -> None:
     line = (
         "[    8.38] mlx5_core 0000:5d:00.0: 504.112 Gb/s available PCIe bandwidth (32.0 GT/s PCIe x16 link)\n"
     )
     assert worst(KERNEL.read(line, "k")) == "PASS"
 
 
-def test_a_torn_driver_message_is_no_pass() -> None:
+def test_a_truncated_driver_message_does_not_pass() -> None:
     for line in (
         "NVRM: Xid (PCI:0000:1b",
         "NVRM: Xid (PCI:0000:1b:00): ",
@@ -116,7 +116,7 @@ def test_a_torn_driver_message_is_no_pass() -> None:
     assert worst(KERNEL.read(torn, "k")) == "FAIL"
 
 
-def test_prose_is_no_kernel_log() -> None:
+def test_prose_is_not_a_kernel_log() -> None:
     assert not KERNEL.matches("The Xid 79 means that the GPU has fallen off the bus.\nRestart the node.\n")
 
 
@@ -147,7 +147,7 @@ def test_a_failed_and_a_skipped_test() -> None:
     assert next(f for f in found if f.code == "DIA001").target.gpu == 1
 
 
-def test_skips_are_no_pass_in_any_spelling() -> None:
+def test_skips_do_not_pass_in_any_spelling() -> None:
     text = fixture("dcgm3_pass.json")
     assert worst(DCGM.read(text, "d")) == "PASS"
     for word in ("Skip", "SKIPPED?", "Not Run", "NotRun", "Pas"):
@@ -157,7 +157,7 @@ def test_skips_are_no_pass_in_any_spelling() -> None:
         )
 
 
-def test_software_alone_is_no_pass() -> None:
+def test_tests_of_software_alone_do_not_pass() -> None:
     text = fixture("dcgm3_pass.json")
     only = text[: text.index('      {"category": "Stress"')].rstrip().rstrip(",") + "]}}"
     assert bad(DCGM.read(only, "d")) == [("DIA002", "UNJUDGED")]
@@ -284,7 +284,7 @@ def test_wrong_numbers_and_failures_fail() -> None:
         assert ("NCC001", "FAIL") in bad(TESTS.read(text, "n"))
 
 
-def test_a_run_that_was_cut_off_is_no_pass() -> None:
+def test_a_truncated_run_does_not_pass() -> None:
     lines = NODE.rstrip("\n#").split("\n")
     for end in range(1, len(lines)):
         text = "\n".join(lines[:end])

@@ -64,7 +64,7 @@ def test_the_host_that_a_log_names_is_the_node(form: str) -> None:
         "{x}",
     ],
 )
-def test_a_date_a_facility_and_a_driver_are_no_hosts(form: str) -> None:
+def test_dates_facilities_and_drivers_are_not_hosts(form: str) -> None:
     lines = [form.format(i=i, x="NVRM: loading NVIDIA UNIX x86_64 Kernel Module") for i in range(50)]
     found = report("\n".join([*lines, form.format(i=50, x=XID)]) + "\n")
     assert failed(found) == {None}
@@ -72,11 +72,11 @@ def test_a_date_a_facility_and_a_driver_are_no_hosts(form: str) -> None:
 
 
 @pytest.mark.parametrize("label", ["kern.warn: ", "local0.notice: ", "localhost.localdomain: "])
-def test_a_facility_with_its_level_is_no_host(label: str) -> None:
+def test_a_facility_with_its_level_is_not_a_host(label: str) -> None:
     assert report(labelled(label, f"[   10.000001] {XID}")).nodes == {}
 
 
-def test_folders_named_by_no_host_are_no_nodes(tmp_path: Path) -> None:
+def test_folders_not_named_after_a_host_are_not_nodes(tmp_path: Path) -> None:
     for place in (
         "2024-11-15/smi",
         "0/smi",
@@ -116,7 +116,7 @@ def test_a_log_of_many_hosts_names_each() -> None:
     assert failed(report(flaps)) == {"gpu01"}
 
 
-def test_the_folder_wins_over_the_host_of_a_log(tmp_path: Path) -> None:
+def test_the_folder_overrides_the_host_of_a_log(tmp_path: Path) -> None:
     for node, host in (("n1", "ip-10-0-0-1"), ("n2", "n2.cluster.local")):
         (tmp_path / node).mkdir()
         lines = [f"Nov 15 12:00:{i:02} {host} kernel: usb 1-1: new device" for i in range(9)]
@@ -128,7 +128,7 @@ def test_the_folder_wins_over_the_host_of_a_log(tmp_path: Path) -> None:
     assert found.nodes == {"n1": "FAIL", "n2": "FAIL"}
 
 
-def test_a_quiet_log_of_another_host_says_so_in_a_nodes_folder() -> None:
+def test_a_quiet_log_of_another_host_names_that_host() -> None:
     text = "".join(f"Nov 15 12:00:{i:02} gpu08 kernel: usb 1-1: new device\n" for i in range(9))
     (said,) = report(text, "gpu07").findings
     assert (said.verdict, said.target.node) == ("PASS", "gpu07")
@@ -162,7 +162,7 @@ def test_names_before_the_lines(tmp_path: Path) -> None:
     assert judge_paths([str(tmp_path)]).nodes == {"n7": "FAIL"}
 
 
-def test_in_a_nodes_folder_other_names_are_said() -> None:
+def test_other_host_names_in_a_node_s_folder_are_reported() -> None:
     found = report(labelled("n1: ", IBSTAT) + labelled("n2: ", DOWN), "rack4")
     assert found.nodes == {"rack4": "FAIL"}
     assert "FILE008" in {f.code for f in found.findings}
@@ -191,14 +191,14 @@ def test_labels_of_mpirun_are_ranks() -> None:
     assert [j.verdict for j in report(both).judged] == ["PASS", "FAIL"]
 
 
-def test_a_rank_that_is_not_there_is_no_pass() -> None:
+def test_a_missing_rank_prevents_a_pass() -> None:
     text = (FIXTURES / "nccl_h100_node.log").read_text()
     assert report(text).verdict == "PASS"
     for old, new in (("Rank  3 ", "Rank  9 "), ("Rank  3 ", "Rank  2 ")):
         assert report(text.replace(old, new)).verdict == "UNJUDGED"
 
 
-def test_a_line_without_a_name_bars_a_pass() -> None:
+def test_a_line_without_a_name_prevents_a_pass() -> None:
     both = labelled("n1: ", IBSTAT) + labelled("n2: ", IBSTAT)
     found = report(both + "pdsh@login: n3: ssh exited with exit code 255\n")
     assert found.nodes == {"n1": "PASS", "n2": "PASS"}
@@ -216,7 +216,7 @@ def test_titles_of_dshbak_and_clush_name_one_node_or_several(rule: str) -> None:
     assert report(counted).nodes == {"n1": "PASS", "n2": "PASS"}
 
 
-def test_words_of_an_output_are_no_hosts() -> None:
+def test_words_of_an_output_are_not_hosts() -> None:
     assert report(TABLE).nodes == {}
     for text in (
         "bash: ibstat: command not found\n" * 3,

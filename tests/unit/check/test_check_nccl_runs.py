@@ -157,7 +157,7 @@ def test_no_bandwidth_at_all_between_several_ranks_is_a_fault() -> None:
     assert ("NCC002", "FAIL") in bad(TESTS.read(dead, "n"))
 
 
-def test_lines_of_some_ranks_only_are_no_pass() -> None:
+def test_lines_of_only_some_ranks_do_not_pass() -> None:
     line = "node9:410:420 [0] NCCL INFO comm 0x55d0 rank 0 nRanks 16 nNodes 1 localRanks 16 localRank 0 MNNVL 0\n"
     channels = (
         "node9:410:420 [0] NCCL INFO 4 coll channels, 0 collnet channels, 0 nvls channels, 4 p2p channels\n"

@@ -63,7 +63,7 @@ def test_a_test_that_runs_until_it_is_ended_has_no_closing_line() -> None:
     assert found.measured == pytest.approx(195.8)
 
 
-def test_a_prompt_before_ibstat_is_no_damage_and_a_field_is() -> None:
+def test_a_prompt_before_ibstat_is_not_damage_but_a_field_is() -> None:
     assert verdict("[root@node7 ~]# ibstat\n" + PORTS) == "PASS"
     assert verdict("$ ibstat\n\n" + PORTS) == "PASS"
     for begun in ("\t\tLink layer: InfiniBand\n", "A 'mlx5_9'\n", "ate: 400\n"):

@@ -46,7 +46,7 @@ def test_slow_gpu_finding_has_peer_deviation_and_its_model_floor() -> None:
     assert found.deviation == pytest.approx(-0.4, abs=0.03)
 
 
-def test_where_all_are_slow_alike_the_floor_tells() -> None:
+def test_if_all_are_equally_slow_the_floor_shows_it() -> None:
     slow = tuple(Fault("gpu_slow", n, g, share=0.7) for n in range(4) for g in range(8))
     found = judge_nodes(stage(*slow))
     assert len([f for f in found if f.code == "MSR001" and f.verdict == "FAIL"]) == 32
@@ -70,7 +70,7 @@ def test_a_missing_gpu_is_the_slot_that_the_siblings_have() -> None:
     assert {where for _, _, where in found} == {"node0003 GPU 2 (0000:47:00)"}, "nothing else shifts"
 
 
-def test_harmless_messages_and_counters_are_no_fault() -> None:
+def test_harmless_messages_and_counters_are_not_faults() -> None:
     noise = replace(CALM, harmless=1.0)
     for seed in range(5):
         cluster = Cluster(Shape(4, nodes_per_leaf=4), seed=seed, noise=noise)
@@ -108,7 +108,7 @@ def test_remeasuring_clears_one_low_reading_but_not_a_slow_gpu() -> None:
     assert first.rates["hbm"][2, 4] < 2000, "the first readings are left as they were"
 
 
-def test_a_node_that_answers_late_is_heard() -> None:
+def test_a_late_answer_of_a_node_counts() -> None:
     first = stage()
     first.answered[3] = False
     rows = doubtful(first)

@@ -99,7 +99,7 @@ def test_the_plan_counts_more_than_the_board() -> None:
     assert bad(read(text(node(4)), gpus=8)) == [("GPU001", "FAIL", None, None)]
 
 
-def test_one_gpu_asked_for_alone_says_nothing_of_their_number() -> None:
+def test_a_single_requested_gpu_is_not_counted() -> None:
     found = read(text(node(8)[7:]), gpus=8)
     assert worst(found) == "PASS"
     assert not [f for f in found if f.code == "GPU001"]
@@ -176,7 +176,7 @@ def test_a_virtual_machine_with_one_gpu_may_have_no_link() -> None:
     assert bad(read(text(gpus))) == [("NVL001", "UNJUDGED", 0, None)]
 
 
-def test_a_damaged_line_is_no_pass() -> None:
+def test_a_damaged_line_does_not_pass() -> None:
     gpus = node(8)
     gpus[4][7] = "\t Link 6: 26.5?2 GB/s"
     assert "UNJUDGED" in {f.verdict for f in read(text(gpus)) if f.code == "OUT002"}
@@ -243,7 +243,7 @@ def test_quiet_counters_pass_and_a_few_replays_are_normal() -> None:
     assert worst(read(errors(8, replay_3_1=4))) == "PASS"
 
 
-def test_a_counter_at_its_end_and_one_that_stands_out() -> None:
+def test_a_saturated_counter_and_an_outlier() -> None:
     found = read(errors(8, crc_2_0=65535, replay_5_3=2000, recovery_1_1=1))
     assert sorted(bad(found)) == [
         ("NVL003", "WARN", 1, 1),
@@ -252,17 +252,17 @@ def test_a_counter_at_its_end_and_one_that_stands_out() -> None:
     ]
 
 
-def test_of_two_links_the_bad_one_stands_out() -> None:
+def test_of_two_links_the_bad_one_is_found() -> None:
     both = errors(1, 2).replace("Link 1: CRC Errors: 0", "Link 1: CRC Errors: 9912")
     assert ("NVL003", "WARN", 0, 1) in bad(read(both))
 
 
-def test_what_all_links_have_is_told_by_no_single_reading() -> None:
+def test_a_count_common_to_all_links_is_unjudged() -> None:
     all_over = {f"replay_{g}_{k}": 40 + g for g in range(8) for k in range(6)}
     assert {f.verdict for f in read(errors(8, **all_over))} == {"UNJUDGED", "PASS"}
 
 
-def test_forward_error_correction_at_work_is_no_error() -> None:
+def test_forward_error_correction_is_not_an_error() -> None:
     gpus = []
     for g in range(2):
         gpus.append([f"GPU {g}: NVIDIA B300 SXM6 AC (UUID: GPU-{g})"])
@@ -279,7 +279,7 @@ def test_forward_error_correction_at_work_is_no_error() -> None:
     assert bad(read(text(gpus))) == [("NVL003", "WARN", 1, 6)]
 
 
-def test_missing_counters_are_no_pass() -> None:
+def test_missing_counters_do_not_pass() -> None:
     lines = errors(2).split("\n")
     for end in range(2, len(lines) - 1):
         part = "\n".join(lines[:end])
@@ -389,7 +389,7 @@ def test_the_mesh_of_a_dgx_1_has_six_links_each() -> None:
     assert worst(TOPO.read(mesh("NV1"), "t")) == "PASS"  # nobody says what they are
 
 
-def test_a_damaged_matrix_is_no_pass() -> None:
+def test_a_damaged_matrix_does_not_pass() -> None:
     whole = matrix(full(8))
     lines = whole.split("\n")
     for end in range(2, 9):

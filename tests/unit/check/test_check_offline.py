@@ -83,7 +83,7 @@ def test_a_text_is_of_one_tool(path: Path) -> None:
         (b"ibpanic: [4711] main: stat of IB device 'mlx5_0' failed: No such file or directory\n", "FILE007"),
     ],
 )
-def test_what_is_no_output_is_unjudged_with_its_reason(data: bytes, code: str) -> None:
+def test_what_is_not_an_output_is_unjudged_with_a_reason(data: bytes, code: str) -> None:
     report = judged(data)
     (found,) = report.findings
     assert (found.code, found.verdict) == (code, "UNJUDGED")
@@ -91,7 +91,7 @@ def test_what_is_no_output_is_unjudged_with_its_reason(data: bytes, code: str) -
     assert found.action
 
 
-def test_the_name_of_a_file_is_not_believed(tmp_path: Path) -> None:
+def test_the_name_of_a_file_is_not_trusted(tmp_path: Path) -> None:
     (tmp_path / "ibstat__healthy.txt").write_text("all is well\n")
     (tmp_path / "dmesg.log").write_text(text_of("ibstat_one_down.txt"))
     report = judge_paths([str(tmp_path)])
@@ -166,7 +166,7 @@ def test_a_tree_of_sysfs_in_a_nodes_folder(tmp_path: Path) -> None:
     assert (only.tool, only.node, only.verdict) == ("sysfs", "node1", "PASS")
 
 
-def test_files_that_are_none(tmp_path: Path) -> None:
+def test_what_is_not_a_regular_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / ".hidden").write_text("x")
@@ -175,7 +175,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     assert len(report.judged) == 2
 
 
-def test_paths_that_are_not_there_are_told_all_at_once(tmp_path: Path) -> None:
+def test_all_missing_paths_are_reported_at_once(tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
         judge_paths([str(tmp_path / "a"), str(tmp_path / "b")])
     assert len(caught.value.diagnostics) == 2
@@ -208,7 +208,7 @@ def test_siblings_show_what_is_missing_on_one(tmp_path: Path) -> None:
     }
 
 
-def test_two_nodes_that_differ_accuse_neither(tmp_path: Path) -> None:
+def test_of_two_nodes_that_differ_neither_is_blamed(tmp_path: Path) -> None:
     four = text_of("ibstat_four_ndr.txt")
     report = judge_paths([nodes(tmp_path, {"a": four}, {"a": four.replace("28.39.3560", "28.36.1010")})])
     (found,) = (f for f in report.findings if f.verdict != "PASS")
@@ -286,7 +286,7 @@ def test_a_bad_baseline_is_an_error_of_the_user(tmp_path: Path, text: str) -> No
         save_baseline(Report(()), path)
 
 
-def test_a_baseline_is_json_that_says_what_each_value_means(tmp_path: Path) -> None:
+def test_a_baseline_is_json_with_the_meaning_of_each_value(tmp_path: Path) -> None:
     save_baseline(judged(text_of("ib_write_bw_ndr.txt").encode()), tmp_path / "b")
     (value,) = json.loads((tmp_path / "b").read_text())["values"]
     assert (value["code"], value["unit"], value["direction"], value["algorithm"]) == (
@@ -297,7 +297,7 @@ def test_a_baseline_is_json_that_says_what_each_value_means(tmp_path: Path) -> N
     )
 
 
-def test_no_findings_are_no_pass() -> None:
+def test_no_findings_is_not_a_pass() -> None:
     assert Report(()).verdict == "UNJUDGED"
     assert not Report(()).passes(strict=True)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from seatrial.check.intake.collect import pieces_of, undressed
+from seatrial.check.intake.collect import pieces_of, without_decoration
 from seatrial.check.intake.offline import judge_pieces
 from seatrial.check.judging.findings import Verdict
 
@@ -73,7 +73,7 @@ def test_lines_keep_their_numbers() -> None:
 )
 def test_what_is_the_output_s_own_stays(text: str) -> None:
     lines = list(enumerate(text.split("\n"), 1))
-    assert undressed(lines) == lines
+    assert without_decoration(lines) == lines
 
 
 def test_a_cut_off_output_in_a_fence_is_cut_off() -> None:

@@ -75,7 +75,7 @@ def test_too_slow_for_any_rate_that_carries_it() -> None:
     assert "63% of 400" in found.message
 
 
-def test_the_sum_of_both_directions_is_no_rate_of_a_port() -> None:
+def test_the_sum_of_both_directions_is_not_a_port_s_rate() -> None:
     # Half of what a 100 Gb/s port carries, as it looks with -b: the printed 98.20 reads like a healthy port.
     text = (
         text_of("ib_write_bw_both_directions.txt").replace("196.40", "98.20").replace("0.374603", "0.187302")
@@ -146,7 +146,7 @@ def test_runs_that_follow_each_other_are_judged_each() -> None:
     ]
 
 
-def test_server_and_client_that_print_over_each_other() -> None:
+def test_interleaved_output_of_server_and_client() -> None:
     lines = text_of("ib_write_bw_all_sizes.txt").splitlines()
     both = [line for line in lines for _ in range(2) if not line.lstrip()[:1].isdigit()]
     rows = [line for line in lines if line.lstrip()[:1].isdigit()]
@@ -156,7 +156,7 @@ def test_server_and_client_that_print_over_each_other() -> None:
     assert "both ends are the same adapter" in found.message
 
 
-def test_a_waiting_server_is_no_result() -> None:
+def test_a_waiting_server_is_not_a_result() -> None:
     found = judged(text_of("ib_write_bw_no_row.txt"))
     assert worst(found) == "UNJUDGED"
     assert "the test did not finish" in found[0].message

@@ -31,14 +31,14 @@ def test_healthy_ports_are_one_pass() -> None:
     assert "400 Gb/s" in found.message
 
 
-def test_a_fabric_port_that_is_down_fails_and_names_itself() -> None:
+def test_a_fabric_port_that_is_down_fails_and_is_named() -> None:
     (found,) = judged("ibstat_one_down.txt")
     assert told([found]) == [("NET001", "FAIL", "mlx5_2/1")]
     assert "Polling" in found.message
     assert found.evidence == ("ibstat_one_down.txt:42",)
 
 
-def test_a_storage_port_that_is_down_is_no_fault() -> None:
+def test_a_storage_port_that_is_down_is_not_a_fault() -> None:
     found = judged("ibstat_storage_down.txt")
     assert worst(found) == "PASS"
     assert any("mlx5_8/1" in f.message and "not a fault" in f.message for f in found)
@@ -48,7 +48,7 @@ def test_a_port_that_trained_slower_than_the_others_fails() -> None:
     assert told(judged("ibstat_one_slow.txt")) == [("NET002", "FAIL", "mlx5_1/1")]
 
 
-def test_a_single_port_at_100_is_no_nvlink_bridge() -> None:
+def test_a_single_port_at_100_is_not_an_nvlink_bridge() -> None:
     assert told(judged("ibstat_one_at_100.txt")) == [("NET002", "FAIL", "mlx5_3/1")]
 
 
@@ -67,7 +67,7 @@ def test_links_without_a_subnet_manager_fail() -> None:
     assert "not configured by a subnet manager" in found[0].message
 
 
-def test_the_users_word_on_rate_and_the_siblings_on_number() -> None:
+def test_required_rate_from_the_user_and_count_from_siblings() -> None:
     assert worst(judged("ibstat_four_ndr.txt", port_gbit_s=400.0)) == "PASS"
     assert {f.code for f in judged("ibstat_four_ndr.txt", port_gbit_s=800.0)} == {"NET002"}
     (missing,) = judged("ibstat_four_ndr.txt", fabric_ports=8)
@@ -82,7 +82,7 @@ def with_second_port(block: str) -> str:
     return block.replace("Number of ports: 1", "Number of ports: 2") + port
 
 
-def test_second_ports_that_nobody_uses_are_told_not_failed() -> None:
+def test_unused_second_ports_are_reported_but_do_not_fail() -> None:
     text = (FIXTURES / "ibstat_four_ndr.txt").read_text().partition("CA 'mlx5_8'")[0]
     cas = ["CA '" + part for part in text.split("CA '")[1:]]
     everywhere = "".join(map(with_second_port, cas))
@@ -136,7 +136,7 @@ def test_sysfs_as_a_tree_and_as_text_say_the_same(tmp_path: Path) -> None:
     assert "link_downed (mlx5_1/1)" in next(f.message for f in found if f.code == "NET011")
 
 
-def test_lifetime_counters_that_still_count_are_no_fault() -> None:
+def test_unsaturated_lifetime_counters_are_not_a_fault() -> None:
     facts = sysfs.parse(Lines.of((FIXTURES / "sysfs_grep_clean.txt").read_text()), "t")
     assert worst(sysfs.judge(facts, NetworkContext())) == "PASS"
 
@@ -151,7 +151,7 @@ def test_lifetime_counters_that_still_count_are_no_fault() -> None:
         ("mlx5_2/ports/1/state:4: ACTIVE", "mlx5_2/ports/1/state:cannot read", "FAIL"),
     ],
 )
-def test_a_tree_that_is_ill_or_torn(tmp_path: Path, old: str, new: str, verdict: str) -> None:
+def test_a_faulty_or_incomplete_tree(tmp_path: Path, old: str, new: str, verdict: str) -> None:
     text = (FIXTURES / "sysfs_grep_clean.txt").read_text()
     assert old in text
     write_tree(tmp_path, text.replace(old, new))

@@ -47,7 +47,7 @@ def test_report_table_lists_worst_first_and_ends_with_verdict() -> None:
     assert text[-1].startswith("FAIL: 1 failed, 1 suspect")
 
 
-def test_like_findings_stand_together_and_what_to_do_stands_once() -> None:
+def test_similar_findings_are_grouped_and_share_one_action() -> None:
     text = lines(report(n1="ibstat_bridges_only_active.txt", n2="ibstat_bridges_only_active.txt"))
     assert sum(line.startswith("FAIL      NET001") for line in text) == 1
     assert "n1 mlx5_[0-3]/1, n2 mlx5_[0-3]/1: Down" in text[2]
@@ -62,7 +62,7 @@ def test_table_of_many_passes_is_short_and_fits_the_width() -> None:
     assert max(map(len, lines(report(n1="ibstat_one_down.txt"), width=80))) <= 80
 
 
-def test_unjudged_alone_says_that_it_is_no_pass() -> None:
+def test_the_conclusion_of_unjudged_findings_is_not_a_pass() -> None:
     assert "this is not a pass" in conclusion(report(n1="ib_write_bw_no_device.txt"))
     assert conclusion(report(n1="ibstat_four_ndr.txt")) == "PASS: 1 passed in 1 output of 1 node"
 
@@ -159,7 +159,7 @@ def test_one_line_for_monitoring(name: str, strict: bool, state: str, code: int)
     assert "\n" not in line
 
 
-def test_the_line_survives_what_a_file_says() -> None:
+def test_the_line_is_valid_whatever_a_file_contains() -> None:
     found = Finding("NET004", "FAIL", Target(), "a | b\nc" + "x" * 5000)
     line, _ = report_nagios.line(Report((Judged("f", None, "t", (found,)),)), strict=False)
     assert line.count("|") == 1
@@ -187,7 +187,7 @@ def test_lists_of_nodes() -> None:
         (["n1", "n1"], "n1"),
     ],
 )
-def test_slurms_way_to_write_nodes(nodes: list[str], text: str) -> None:
+def test_slurm_node_lists(nodes: list[str], text: str) -> None:
     written = report_exclude.slurm(nodes).strip()
     assert written == text
     assert sorted(expand(written)) == sorted(set(nodes))
@@ -244,7 +244,7 @@ def measured(*, blamed: bool = True, simulated: str = "") -> Report:
     return Report((), tuple(found), check_run)
 
 
-def test_who_is_to_blame_stands_first_and_its_evidence_once() -> None:
+def test_the_blamed_part_comes_first_and_its_evidence_once() -> None:
     text = lines(measured())
     assert (
         text[2]

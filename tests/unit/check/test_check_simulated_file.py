@@ -73,7 +73,7 @@ def test_json_says_the_same(tmp_path: Path) -> None:
     assert read_scenario(write(tmp_path, text, "cluster.json")).run() == first
 
 
-def test_every_mistake_is_told_at_once(tmp_path: Path) -> None:
+def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:
     text = """
 [cluster]
 nodes = 0
@@ -121,7 +121,7 @@ def test_what_describes_no_cluster_is_refused(tmp_path: Path, text: str) -> None
         read_scenario(write(tmp_path, text))
 
 
-def test_a_file_that_is_not_there_or_no_text_is_refused(tmp_path: Path) -> None:
+def test_a_missing_or_binary_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be read"):
         read_scenario(tmp_path / "absent.toml")
     (tmp_path / "b.toml").write_bytes(b"\xff\xfe\0")

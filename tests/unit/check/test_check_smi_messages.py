@@ -58,7 +58,7 @@ def test_errors_instead_of_an_output(text: str, expected: str) -> None:
     assert verdict(text) == expected
 
 
-def test_a_corrupt_inforom_is_told_below_every_output() -> None:
+def test_a_corrupt_inforom_is_found_below_every_output() -> None:
     for tool, text in ((TABLE, FOUR), (ASKED, QUERY), (ASKED, XML)):
         (found,) = [f for f in tool.read(text.rstrip("\n") + "\n" + CORRUPT, "f") if f.verdict != "PASS"]
         assert (found.code, found.verdict, found.target.pci) == ("GPU013", "FAIL", "0000:52:00")
@@ -105,7 +105,7 @@ def test_errors_of_a_mig_device_are_its_gpus() -> None:
     assert found.evidence == (f"f:{text[: text.index('|  2    9')].count(chr(10)) + 1}",)
 
 
-def test_a_prompt_before_the_list_is_none_of_it() -> None:
+def test_a_prompt_before_the_list_is_ignored() -> None:
     listed = GPU.format(0, "NVIDIA H200", 0)
     assert verdict("[root@node7 ~]# nvidia-smi -L\n" + listed) == "PASS"
     assert verdict("something else\n" + listed) == "UNJUDGED"
@@ -131,7 +131,7 @@ def test_a_matrix_whose_colours_lost_their_escape_character() -> None:
     assert worst(TOPO.read(head + rows, "t")) == "PASS"
 
 
-def test_a_slow_link_of_an_idle_card_is_none() -> None:
+def test_a_slow_link_of_an_idle_gpu_is_not_a_fault() -> None:
     # A cap of the power may be given as the reason instead of idleness; the performance state says that nothing runs.
     text = QUERY.replace(
         "Idle                              : Active", "Idle                              : Not Active"
@@ -157,7 +157,7 @@ def slow(text: str, state: str) -> str:
     return "".join(lines)
 
 
-def test_a_host_bridge_that_cannot_be_asked_is_no_lost_card() -> None:
+def test_an_unreadable_host_bridge_is_not_a_lost_gpu() -> None:
     asked = re.sub(r"(Host Max +: )5", r"\1Unknown Error", QUERY)
     assert asked != QUERY
     assert bad(ASKED.read(asked, "q")) == []

@@ -193,19 +193,19 @@ def test_no_part_of_a_whole_output_passes() -> None:
 @pytest.mark.parametrize(
     "section", ["Retired Pages", "ECC Errors", "Clocks Event Reasons", "PCI", "Remapping Failure"]
 )
-def test_a_missing_line_is_no_pass(section: str) -> None:
+def test_a_missing_line_does_not_pass(section: str) -> None:
     text = "\n".join(line for line in TEXT.split("\n") if not line.strip().startswith(section))
     assert worst(QUERY.read(text, "q")) != "PASS"
 
 
-def test_a_value_that_nvidia_smi_does_not_print_is_no_pass() -> None:
+def test_a_value_nvidia_smi_never_prints_does_not_pass() -> None:
     text = last(TEXT, "Remapping Failure Occurred        : No", "Remapping Failure Occurred        : Ye5")
     assert bad(QUERY.read(text, "q")) == [("GPU011", "UNJUDGED", 1)]
     text = last(TEXT, "Remapping Failure Occurred", "Remapping F\u00fchler Occurred")
     assert worst(QUERY.read(text, "q")) != "PASS"
 
 
-def test_one_gpu_of_several_says_nothing_of_the_others() -> None:
+def test_one_selected_gpu_is_not_a_missing_gpu() -> None:
     one = TEXT[: TEXT.index("GPU 00000000:43")]
     assert [(f.code, f.verdict) for f in QUERY.read(one, "q") if f.verdict != "PASS"] == [
         ("GPU011", "UNJUDGED")

@@ -11,7 +11,7 @@ from seatrial.check.intake.collect import Piece, pieces_of
 from seatrial.check.intake.offline import judge_pieces
 from seatrial.check.judging.report import Report
 from seatrial.check.outputs.registry import recognise
-from seatrial.check.outputs.unknown import looks, looks_like
+from seatrial.check.outputs.unknown import recognise_unsupported, unsupported_tools
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "check"
 
@@ -311,7 +311,7 @@ def test_slow_port_of_an_unknown_adapter_is_not_ignored() -> None:
     assert faults(report(strange)) == ["UNJUDGED NET002 mlx5_3/1"]
 
 
-def test_a_gpu_that_is_on_the_bus_and_not_in_the_driver_is_told() -> None:
+def test_a_gpu_on_the_bus_but_not_in_the_driver_is_reported() -> None:
     """Of the same node lspci shows four GPUs and nvidia-smi three."""
     bus = (FIXTURES / "lspci_four.txt").read_text()
     driver = "index, count, name\n" + "".join(f"{n}, 3, NVIDIA A10\n" for n in range(3))
@@ -366,16 +366,16 @@ UNKNOWN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("look", looks(), ids=lambda look: look.name)
-def test_an_unknown_output_is_named_with_what_to_collect_instead(look) -> None:  # type: ignore[no-untyped-def]
-    [finding] = report(UNKNOWN[look.name]).findings
+@pytest.mark.parametrize("tool", unsupported_tools(), ids=lambda tool: tool.name)
+def test_an_unknown_output_is_named_with_what_to_collect_instead(tool) -> None:  # type: ignore[no-untyped-def]
+    [finding] = report(UNKNOWN[tool.name]).findings
     assert (finding.code, finding.verdict) == ("FILE001", "UNJUDGED")
-    assert finding.message == f"looks like {look.name}, which is not supported"
-    assert finding.action == f"collect {look.instead} instead"
+    assert finding.message == f"looks like {tool.name}, which is not supported"
+    assert finding.action == f"collect {tool.instead} instead"
 
 
 def test_what_looks_like_nothing_is_said_as_that() -> None:
     [finding] = report("Lorem ipsum dolor sit amet\n").findings
     assert finding.message == "not the output of a known tool, or not in English"
-    assert set(UNKNOWN) == {look.name for look in looks()}
-    assert looks_like("Lorem ipsum") is None
+    assert set(UNKNOWN) == {tool.name for tool in unsupported_tools()}
+    assert recognise_unsupported("Lorem ipsum") is None

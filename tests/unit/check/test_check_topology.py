@@ -18,7 +18,7 @@ TEXT = FILE.read_text(encoding="utf-8")
 LEAF_A, LEAF_B = "MF0;leaf-a:MQM9700/U1", "MF0;leaf-b:MQM9700/U1"
 
 
-def test_ibnetdiscover_tells_the_leaf_of_each_port() -> None:
+def test_the_leaf_of_each_port_is_read_from_ibnetdiscover() -> None:
     topology = read_topology(FILE)
     for node in ("gpu01", "gpu02", "gpu03", "gpu04"):
         assert topology.leaf(node, "mlx5_0") == LEAF_A
@@ -61,12 +61,12 @@ def test_damaged_text_is_read_or_refused(start: int, length: int, new: str) -> N
 
 
 @pytest.mark.parametrize("text", ["", "\0\0", "Host CA 'mlx5_0'", "SwitchName=a Switches=b,c", "#\n#\n"])
-def test_what_is_no_topology_is_refused(text: str) -> None:
+def test_what_is_not_a_topology_is_refused(text: str) -> None:
     with pytest.raises(InputError):
         parse_topology(text, "x")
 
 
-def test_slurm_knows_one_leaf_a_node() -> None:
+def test_a_slurm_topology_has_one_leaf_per_node() -> None:
     text = "# c\nSwitchName=l1 Nodes=gpu[01-02,7]\nSwitchName=l2 Nodes=x1,x2 LinkSpeed=4\nSwitchName=top Switches=l[1-2]\n"
     topology = parse_topology(text, "topology.conf")
     assert topology.leaf("gpu02", "mlx5_3") == "l1"
@@ -76,7 +76,7 @@ def test_slurm_knows_one_leaf_a_node() -> None:
     assert judge_topology(topology)[0].verdict == "UNJUDGED"
 
 
-def test_every_problem_of_a_slurm_file_is_told_with_its_line() -> None:
+def test_all_problems_of_a_slurm_file_are_reported_with_lines() -> None:
     with pytest.raises(InputError) as error:
         parse_topology("SwitchName=a Nodes=n1\nSwitchName=b Nodes=n1,m[3-1]\nNodes=k\n", "t.conf")
     assert [(d.file, d.line) for d in error.value.diagnostics] == [("t.conf", 2), ("t.conf", 3)]

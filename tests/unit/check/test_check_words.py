@@ -123,7 +123,7 @@ def test_many_passes_that_say_the_same_are_one_line() -> None:
     assert report_html.page(of(*one)).count("nothing wrong in 9 sections") == 1
 
 
-def test_orders_that_would_be_refused_say_so_and_why() -> None:
+def test_orders_that_would_be_refused_show_the_reason() -> None:
     many = of(*(down(f"n{i}") for i in range(251)), *(good(f"m{i}") for i in range(100)))
     said = " ".join(" ".join(lines(many)).split())
     why = "--apply would refuse: 251 of 351 nodes would be removed, more than half: first check for a common cause; use --force to proceed"
@@ -143,7 +143,7 @@ def test_the_same_thing_to_do_is_pointed_to_and_not_left_out() -> None:
     assert sum("action    as above" in line for line in text) == 1
 
 
-def test_every_code_says_what_to_do_with_what_it_could_not_judge() -> None:
+def test_every_code_has_an_action_for_unjudged() -> None:
     for code in codes().values():
         said = Finding(code.code, "UNJUDGED", Target(), "x", why_unjudged="x").action
         assert not re.match(r"nothing\b", said), code.code

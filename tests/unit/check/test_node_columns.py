@@ -49,7 +49,7 @@ def test_nodes_of_which_nothing_is_wrong() -> None:
     assert {f.verdict for f in judge_nodes(stage)} <= {"PASS", "UNJUDGED"}
 
 
-def test_a_missing_gpu_leaves_a_hole_and_shifts_nobody() -> None:
+def test_a_missing_gpu_leaves_a_hole_and_shifts_no_other() -> None:
     nodes: dict[str, Facts | None] = {"a": gpu_node(), "b": without(gpu_node(), 2), "c": gpu_node()}
     stage = columns(nodes)
     assert not stage.present[1, 2]
@@ -155,7 +155,7 @@ def test_nothing_at_all() -> None:
     assert columns({"a": None}).answered.tolist() == [False]
 
 
-def test_what_was_not_measured_is_no_pass() -> None:
+def test_what_was_not_measured_does_not_pass() -> None:
     facts = gpu_node()
     facts["rates"] = None
     found = {f.code: f.verdict for f in judge_nodes(columns({"a": facts})) if f.code in RATE_CODES}

@@ -30,7 +30,7 @@ def alone(facts: Facts) -> set[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("make", [cpu_node, gpu_node])
-def test_nothing_wrong_passes_and_a_lone_nodes_rates_are_no_pass(make: Callable[[], Facts]) -> None:
+def test_a_healthy_node_passes_but_rates_without_peers_do_not(make: Callable[[], Facts]) -> None:
     found = judge_node(make(), "n")
     assert alone(make()) == set()
     rates = [f for f in found if f.code in RATE_CODES]
@@ -134,7 +134,7 @@ LIMIT = "limits/limits"
         (put("calls", [{"name": "mlxlink mlx5_0", "ended": "absent", "why": "no", "seconds": 0.0}]), None),
     ],
 )
-def test_what_is_wrong_is_told(change: Callable[[Facts], None], expected: tuple[str, str] | None) -> None:
+def test_each_fault_is_reported(change: Callable[[Facts], None], expected: tuple[str, str] | None) -> None:
     facts = gpu_node()
     change(facts)
     assert alone(facts) == (set() if expected is None else {expected})
@@ -223,7 +223,7 @@ def both(facts: Facts, rate: float, *, name: str = "NVIDIA H200") -> Finding:
 
 
 @pytest.mark.parametrize(("rate", "verdict"), [(740.0, "PASS"), (670.0, "WARN"), (590.0, "FAIL")])
-def test_a_slow_pair_is_told_by_the_other_pairs(rate: float, verdict: str) -> None:
+def test_a_slow_pair_is_found_by_the_other_pairs(rate: float, verdict: str) -> None:
     found = both(gpu_node(), rate)
     assert found.verdict == verdict
     assert found.expected is not None
@@ -294,7 +294,7 @@ def test_outputs_of_tools_go_to_their_own_readers() -> None:
     assert {j.node for j in report.judged} == {"n"}
 
 
-def test_a_lone_clock_is_compared_with_who_asks() -> None:
+def test_a_single_clock_is_compared_with_the_conductor_s() -> None:
     (found,) = judge_offsets({"a": Offset(-4.0, 0.001)})
     assert found.verdict == "WARN"
     assert found.message.startswith("clock 4.0 s behind the conductor")
@@ -316,7 +316,7 @@ def test_what_is_not_known_is_not_compared() -> None:
     assert inventory_of(None) == {}
 
 
-def test_the_shortest_trip_tells_the_clocks_offset() -> None:
+def test_the_shortest_round_trip_gives_the_clock_offset() -> None:
     trips = [(100.0, 103.0, 102.0), (200.0, 202.51, 200.02), (300.0, 302.9, 300.5)]
     offset = offset_of(trips)
     assert offset is not None

@@ -42,7 +42,7 @@ def tree(root: Path, files: dict[str, str]) -> Path:
 # -- files
 
 
-def test_files_that_are_not_there_or_hold_no_number(tmp_path: Path) -> None:
+def test_missing_files_and_files_without_a_number(tmp_path: Path) -> None:
     tree(tmp_path, {"a": "max\n", "b": " 12 \n", "c": 'Name: x: y\nKEY="v"\nName: z\nnothing\n'})
     assert text_of(tmp_path / "nope") is None
     assert (number_of(tmp_path / "a"), number_of(tmp_path / "b"), number_of(tmp_path / "nope")) == (
@@ -192,7 +192,7 @@ def test_the_kernel_tells_of_this_machines_clock() -> None:
 # -- kernel log
 
 
-def test_a_kernel_log_nobody_shows_and_one_that_is_too_long(
+def test_an_invisible_kernel_log_and_one_that_is_too_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))  # neither dmesg nor journalctl
@@ -217,7 +217,7 @@ def test_a_kernel_log_nobody_shows_and_one_that_is_too_long(
     assert len(found["text"].splitlines()) == 101
 
 
-def test_lines_that_tell_are_those_that_are_judged() -> None:
+def test_relevant_lines_are_those_that_are_judged() -> None:
     lines = [
         "6,1,1,-;usb 1-1: new device",
         "3,2,2,-;NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.",
@@ -450,17 +450,17 @@ def test_what_nvml_says_is_judged_as_nvidia_smis_output(library: Library) -> Non
         ({"nvmlDeviceGetPciInfo": lambda _: None}, "GPU011", "UNJUDGED"),
     ],
 )
-def test_faults_that_nvml_tells(library: Library, change: dict[str, Any], code: str, verdict: str) -> None:
+def test_faults_reported_by_nvml(library: Library, change: dict[str, Any], code: str, verdict: str) -> None:
     vars(library).update(change)
     assert (code, verdict) in {(f.code, f.verdict) for f in judged()}
 
 
-def test_a_fabric_that_is_not_there_is_no_fault(library: Library) -> None:
+def test_a_missing_fabric_is_not_a_fault(library: Library) -> None:
     library.state, library.health = 0, 0
     assert {f.verdict for f in judged()} == {"PASS"}
 
 
-def test_files_of_devices_tell_whose_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_files_show_which_gpus_are_usable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tree(tmp_path, {"nvidia0": "", "nvidia1": "", "nvidia2": "", "nvidiactl": "", "nvidia-uvm": ""})
     real = os.open
 

@@ -312,7 +312,7 @@ def test_one_that_died_while_it_had_nothing_to_do_is_not_noticed(ranks: Ranks, r
     assert LocalPlace(run.checkpoints).steps() == [2, 1]
 
 
-def test_a_commit_that_dies_is_told_with_its_retention(ranks: Ranks, run: RunFolder) -> None:
+def test_a_killed_commit_is_reported_with_its_retention(ranks: Ranks, run: RunFolder) -> None:
     ranks.stage(state(1))
     ranks.parts(1)
     writer = ranks.writers[0]
@@ -327,7 +327,7 @@ def test_a_commit_that_dies_is_told_with_its_retention(ranks: Ranks, run: RunFol
     ]
 
 
-def test_one_that_hangs_is_given_up_and_nobody_waits_for_it(ranks: Ranks, run: RunFolder) -> None:
+def test_a_hung_writer_is_given_up_without_waiting(ranks: Ranks, run: RunFolder) -> None:
     ranks.stage(state(1))
     writer = ranks.writers[0]
     pid = writer.pid
@@ -478,7 +478,7 @@ def test_parts_are_missing_at_the_commit(ranks: Ranks, run: RunFolder) -> None:
     assert "index-00001.json is missing" in (told.problem or "")
 
 
-def test_what_retention_finds_is_told(ranks: Ranks, run: RunFolder) -> None:
+def test_findings_of_retention_are_reported(ranks: Ranks, run: RunFolder) -> None:
     for step in (1, 2):
         ranks.stage(state(step))
         ranks.parts(step, read_back=False)
@@ -502,7 +502,7 @@ def test_what_retention_finds_is_told(ranks: Ranks, run: RunFolder) -> None:
     assert LocalPlace(run.checkpoints).steps() == [4, 3, 2]
 
 
-def test_retention_that_made_way_is_told_with_the_next(
+def test_interrupted_retention_is_reported_with_the_next(
     ranks: Ranks, run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An order comes after it has removed one: it stops, tells nothing, and the next retention tells of all."""
@@ -529,7 +529,7 @@ def test_retention_that_made_way_is_told_with_the_next(
         theirs.close()
 
 
-def test_nobody_waits_for_a_removal_that_was_overtaken(ranks: Ranks, run: RunFolder) -> None:
+def test_a_superseded_removal_is_not_waited_for(ranks: Ranks, run: RunFolder) -> None:
     first, told = ranks.writers[0], []
     for step in (1, 2, 3, 4):
         ranks.stage(state(step))
@@ -582,7 +582,7 @@ def test_the_process_dies_with_its_rank(run: RunFolder) -> None:
     os.close(write)
 
 
-def test_it_loads_no_torch_and_answers_nobody_elses_signals(ranks: Ranks) -> None:
+def test_it_loads_no_torch_and_ignores_stop_signals(ranks: Ranks) -> None:
     ranks.save(1, state(1))
     pid = ranks.writers[0].pid
     assert pid is not None

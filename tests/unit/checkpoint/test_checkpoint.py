@@ -120,7 +120,7 @@ def test_a_complete_folder(tmp_path: Path) -> None:
     assert LocalPlace(tmp_path).steps() == [5]
 
 
-def test_step_saved_twice_is_complete_and_the_first_is_set_aside(tmp_path: Path) -> None:
+def test_step_saved_twice_is_complete_and_first_is_quarantined(tmp_path: Path) -> None:
     folder = save(tmp_path)
     save(tmp_path, ranks=1)
     assert len(verify(folder).files) == 1
@@ -154,7 +154,7 @@ def test_every_part_of_the_files_has_one_verifier(tmp_path: Path) -> None:
         verify(folder, 2, 3)
 
 
-def test_set_aside_keeps_what_was_set_aside_before(tmp_path: Path) -> None:
+def test_quarantine_keeps_earlier_quarantined_checkpoints(tmp_path: Path) -> None:
     names = [set_aside(save(tmp_path, 5, ranks=1)).name for _ in range(3)]
     assert names == [f"step-00000005.damaged{end}" for end in ("", "-2", "-3")]
     assert complete(tmp_path) == []
@@ -175,7 +175,7 @@ def test_one_changed_character_of_the_manifest(tmp_path: Path) -> None:
         read_manifest(folder)
 
 
-def test_latest_follows_what_is_set_aside(tmp_path: Path) -> None:
+def test_latest_changes_when_its_checkpoint_is_quarantined(tmp_path: Path) -> None:
     save(tmp_path, 1)
     set_aside(save(tmp_path, 2))
     assert (tmp_path / "latest").read_text() == "step-00000001\n"
@@ -222,7 +222,7 @@ def opened() -> str:
         (lambda m: m["tensors"]["model/w"].update(dtype=3, parts=7), "not a checkpoint manifest"),
     ],
 )
-def test_a_manifest_that_says_impossible_things(
+def test_a_manifest_with_impossible_values(
     change: Callable[[dict[str, Any]], object], why: str, tmp_path: Path
 ) -> None:
     folder = save(tmp_path)

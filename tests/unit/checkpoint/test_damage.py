@@ -267,7 +267,7 @@ def _put(folder: Path, before: Files, files: Files) -> None:
             (folder / name).write_bytes(data)
 
 
-def test_damaged_checkpoint_is_set_aside_and_previous_is_loaded(tmp_path: Path) -> None:
+def test_damaged_checkpoint_is_quarantined_and_previous_loaded(tmp_path: Path) -> None:
     place = LocalPlace(tmp_path)
     for step in (STEP - 1, STEP):
         add(place, step, [rows(state(step), rank, RANKS) for rank in range(RANKS)])

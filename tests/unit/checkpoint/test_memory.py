@@ -169,7 +169,7 @@ def test_the_newest_comes_first_and_a_later_generation_is_newer(fd: int) -> None
     os.close(other)
 
 
-def test_headers_that_are_none(fd: int) -> None:
+def test_invalid_headers(fd: int) -> None:
     for data in (
         b"",
         b"\0" * 8,
@@ -281,7 +281,7 @@ def test_a_rank_of_an_old_generation_does_not_publish_its_save(run: RunFolder) -
     assert list(run.checkpoints.iterdir()) == []
 
 
-def test_copies_alone_are_no_tensor(run: RunFolder) -> None:
+def test_copies_without_an_owner_are_not_a_tensor(run: RunFolder) -> None:
     """A box that everybody has as a copy and nobody owns is missing from the manifest, and so is found missing."""
     temporary = flush(run)
     path = temporary / index_name(0)

@@ -94,7 +94,7 @@ def test_a_part_that_is_missing_is_missed(missing: int, place: Place) -> None:
     assert place.steps() == []
 
 
-def test_parts_that_are_not_all_of_it_are_no_checkpoint(place: Place) -> None:
+def test_incomplete_parts_are_not_a_checkpoint(place: Place) -> None:
     parts = [rows(state(), rank, 2) for rank in range(2)]
     with pytest.raises(ValueError, match=r"two parts that overlap|do not have as many values"):
         add(place, 5, [parts[0], parts[0]])
@@ -173,7 +173,7 @@ def test_checkpoint_not_read_back_is_unverified_until_confirmed(place: Place) ->
     assert place.is_verified(6)
 
 
-def test_a_write_that_does_not_read_back_is_no_part(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_does_not_read_back_is_not_a_part(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """The storage takes it and has something else."""
     if isinstance(place, LocalPlace):
         from seatrial.checkpoint import local_place
@@ -207,7 +207,7 @@ def _flip(path: Path) -> None:
 # -- quarantined, removed
 
 
-def test_what_is_set_aside_is_kept_and_never_chosen(place: Place) -> None:
+def test_a_quarantined_checkpoint_is_kept_and_never_chosen(place: Place) -> None:
     save(place, 5, 6)
     first = place.set_aside(6, "of a wrong course")
     assert place.steps() == [5]
@@ -225,14 +225,14 @@ def test_what_is_set_aside_is_kept_and_never_chosen(place: Place) -> None:
     assert "of a wrong course" in "".join(p.read_text() for p in root(place).rglob("set-aside*"))
 
 
-def test_the_last_one_can_be_set_aside(place: Place) -> None:
+def test_the_last_checkpoint_can_be_quarantined(place: Place) -> None:
     save(place, 5)
     place.set_aside(5, "damaged")
     assert place.steps() == []
     assert not (root(place) / "latest").exists()
 
 
-def test_one_whose_manifest_is_damaged_can_be_set_aside(place: Place) -> None:
+def test_one_with_a_damaged_manifest_can_be_quarantined(place: Place) -> None:
     save(place, 5)
     path = root(place) / "step-00000005" / "manifest.json"
     path.write_bytes(path.read_bytes()[:-20] + b"\xff\xff")
@@ -266,7 +266,7 @@ def test_leftovers_are_removed_and_nothing_else(place: Place) -> None:
 
 
 @pytest.mark.parametrize("kind", BOTH)
-def test_a_place_that_is_not_there_has_none(kind: str, tmp_path: Path) -> None:
+def test_a_missing_place_has_no_checkpoints(kind: str, tmp_path: Path) -> None:
     place = LocalPlace(tmp_path / "none") if kind == "folder" else ObjectPlace(LocalStore(tmp_path / "none"))
     if kind == "folder":
         assert place.steps() == []
@@ -362,7 +362,7 @@ def test_retention_makes_way(place: Place, monkeypatch: pytest.MonkeyPatch) -> N
     assert place.steps() == [7, 6, 5]
 
 
-def test_what_cannot_be_removed_is_told_and_the_rest_goes(
+def test_a_failed_removal_is_reported_and_the_rest_is_removed(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(place, *range(1, 5))

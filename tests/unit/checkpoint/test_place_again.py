@@ -51,7 +51,7 @@ def evidence(place: Place) -> dict[str, bytes]:
 # -- after it was quarantined
 
 
-def test_set_aside_checkpoint_is_not_overwritten_by_a_new_save(place: Place) -> None:
+def test_quarantined_checkpoint_is_not_overwritten_by_a_save(place: Place) -> None:
     """A rollback sets the checkpoint of step 6 aside; the same generation comes to step 6 once more."""
     save(place, 5, 6)
     place.set_aside(6, "the run rolled back to step 5")

@@ -129,7 +129,7 @@ def test_what_is_cut_off_grows_or_goes(place: Place) -> None:
             place.open(step).read("w", Box.whole((10, 7)), torch.float32)
 
 
-def test_storage_that_does_not_answer_is_no_damage(tmp_path: Path) -> None:
+def test_unreachable_storage_is_not_damage(tmp_path: Path) -> None:
     """A checkpoint that cannot be seen for a while must not be quarantined for it."""
     place = LocalPlace(tmp_path / "checkpoints")
     place.prepare()
@@ -258,7 +258,7 @@ def test_beyond_the_end_and_of_another_file(tmp_path: Path) -> None:
     files.close()
 
 
-def test_verifying_stops_when_it_is_told_to(tmp_path: Path) -> None:
+def test_verifying_stops_on_request(tmp_path: Path) -> None:
     _, files, source = counted(tmp_path, 20_500, 1, CHUNK)
     counts: list[int] = []
     with pytest.raises(verified.Stopped):

@@ -61,7 +61,7 @@ def friend(pump: Pump, hub: Hub) -> None:
     pump.until(lambda: not hub.links)
 
 
-def test_who_says_nothing_is_shown_out_in_time(pump: Pump, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_connection_is_closed_in_time(pump: Pump, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "HANDSHAKE_S", 0.05)
     silent = [stranger(hub) for _ in range(5)]
     pump.until(lambda: hub.acceptor.deadline is not None)
@@ -84,7 +84,7 @@ def test_who_says_nothing_is_shown_out_in_time(pump: Pump, hub: Hub, monkeypatch
         b"",
     ],
 )
-def test_nonsense_is_shown_out_and_the_next_one_is_heard(pump: Pump, hub: Hub, said: bytes) -> None:
+def test_an_invalid_hello_is_refused_and_the_next_is_served(pump: Pump, hub: Hub, said: bytes) -> None:
     sock = stranger(hub)
     pump.until(lambda: hub.acceptor.deadline is not None)
     sock.setblocking(True)
@@ -112,7 +112,7 @@ def test_without_a_free_descriptor_the_door_stays_open_for_later(pump: Pump, hub
     pump.until(lambda: hub.acceptor.deadline is None)
 
 
-def test_many_that_prove_nothing_keep_nobody_out(pump: Pump, hub: Hub) -> None:
+def test_many_unauthenticated_connections_do_not_block_a_peer(pump: Pump, hub: Hub) -> None:
     """Each turn of the loop takes some of them, and never more than a few are held."""
     before = len(os.listdir("/proc/self/fd"))
     silent = [stranger(hub) for _ in range(2 * MOST_WAITING)]

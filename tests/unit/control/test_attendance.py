@@ -19,7 +19,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return clock
 
 
-def test_a_silent_launcher_is_gone_if_it_ever_gave_a_sign(now: list[float]) -> None:
+def test_a_silent_launcher_counts_as_lost_after_a_heartbeat(now: list[float]) -> None:
     launcher, theirs = Channel.pair()
     agent = Attendance(theirs)
     now[0] += 10 * SILENT_S
@@ -45,7 +45,9 @@ def test_a_silent_launcher_is_gone_if_it_ever_gave_a_sign(now: list[float]) -> N
 
 
 @pytest.mark.parametrize("line", ['{"stop": "now"}', '{"stop": {"why": "later"}}', "no JSON"])
-def test_a_launcher_that_talks_nonsense_is_gone(line: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_launcher_with_a_protocol_error_counts_as_lost(
+    line: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     launcher, theirs = Channel.pair()
     agent = Attendance(theirs)
     launcher.send(msg.encode(msg.EndRun("preempt")))

@@ -27,7 +27,7 @@ def test_one_of_256_ranks_stops_anywhere_and_is_found(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_of_several_that_stop_nobody_else_is_blamed(seed: int) -> None:
+def test_of_several_stopped_ranks_no_other_is_blamed(seed: int) -> None:
     stops = places(seed, 3)
     blame = find_blame(Hang(LARGE, stops).sightings(), LARGE)
     assert blame.ranks
@@ -46,7 +46,7 @@ def test_the_operation_is_named_with_its_group_and_number() -> None:
     assert blame.evidence[0] == f"rank 1 did not enter {blame.operation}"
 
 
-def test_the_way_from_the_first_to_the_last_that_waits_is_told() -> None:
+def test_the_wait_chain_from_culprit_to_last_waiter_is_reported() -> None:
     layout = Layout(pipeline=4)
     receive = next(i for i, step in enumerate(program(layout, 3)) if step[0] == "receive")
     blame = find_blame(Hang(layout, {3: receive}).sightings(), layout)
@@ -116,7 +116,7 @@ def test_rank_absent_from_a_rendezvous_is_blamed() -> None:
     assert "did not arrive where the others wait" in str(blame)
 
 
-def test_culprit_in_uninterruptible_sleep_is_told_from_computing() -> None:
+def test_uninterruptible_sleep_is_distinguished_from_computing() -> None:
     layout = Layout(shard=4)
     seen = Hang(layout, {2: 0}).sightings()
     seen[2] = Sighting(2, seen[2].answer, evidence(blocked="python (nfs_wait_on_request)"))
@@ -146,7 +146,7 @@ def test_culprit_in_uninterruptible_sleep_is_told_from_computing() -> None:
         (None, "unknown", "does not answer"),
     ],
 )
-def test_a_silent_rank_is_blamed_whatever_the_others_say(
+def test_a_silent_rank_is_blamed_before_those_that_answer(
     found: Evidence | None, kind: str, text: str
 ) -> None:
     seen = Hang(LARGE, places(1, 1)).sightings()
@@ -158,7 +158,7 @@ def test_a_silent_rank_is_blamed_whatever_the_others_say(
     assert text in str(blame)
 
 
-def test_what_the_others_wait_for_is_told_of_a_silent_rank_too() -> None:
+def test_what_others_wait_for_is_reported_of_a_silent_rank_too() -> None:
     layout = Layout(pipeline=2, shard=2)
     seen = Hang(layout, {1: 1}).sightings()
     seen[1] = Sighting(1, None, evidence(state="T"))
@@ -230,7 +230,7 @@ def test_unfinished_collective_entered_by_all_points_at_network() -> None:
     assert blame.operation.waiting == (0, 1, 2, 3)
 
 
-def test_different_operations_under_one_number_are_told() -> None:
+def test_different_operations_with_one_number_are_reported() -> None:
     seen = [
         waiting(0, range(2), pending((3, "all_reduce", 64))),
         waiting(1, range(2), pending((3, "broadcast", 8))),
@@ -241,7 +241,7 @@ def test_different_operations_under_one_number_are_told() -> None:
     assert "rank 1 entered broadcast with [[8]]" in str(blame)
 
 
-def test_circular_wait_is_reported_and_nobody_is_blamed() -> None:
+def test_circular_wait_is_reported_and_no_rank_is_blamed() -> None:
     seen = [
         waiting(0, (0, 1), pending((1, "all_reduce", 1)), "a"),
         waiting(1, (1, 2), pending((1, "all_reduce", 1)), "b"),
@@ -260,7 +260,7 @@ def test_ranks_that_are_all_at_work_are_not_blamed() -> None:
     assert "no rank waits for another" in str(blame)
 
 
-def test_an_answer_without_a_record_is_no_reason_to_fail() -> None:
+def test_an_answer_without_a_record_does_not_fail() -> None:
     seen = Hang(Layout(shard=4), {2: 0}).sightings()
     seen[0] = Sighting(0, {"flight": [], "error": "AttributeError: no recorder"})
     assert find_blame(seen).ranks == (2,)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from seatrial.control.coordinator.confirm import WAIT_S, Confirmations
 
 
-def test_a_node_that_runs_what_it_was_told_is_no_news() -> None:
+def test_a_node_that_runs_what_was_ordered_reports_nothing() -> None:
     told = Confirmations()
     assert [told.beat(1, 5, 5, 0, now) for now in (0.0, 100.0, 200.0)] == [None] * 3
 
@@ -18,7 +18,7 @@ def test_a_start_that_never_arrived_is_found() -> None:
     assert told.beat(1, 5, 4, 0, 101.0 + WAIT_S) is None, "once, and then again only if nothing follows"
 
 
-def test_ranks_that_ended_without_a_word_are_found() -> None:
+def test_ranks_that_exited_unreported_are_found() -> None:
     told = Confirmations()
     assert told.beat(1, 5, 5, 2, 100.0) is None
     assert told.beat(2, 5, 5, 0, 101.0) is None

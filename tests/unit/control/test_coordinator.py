@@ -183,7 +183,7 @@ def kinds(term: Term) -> list[str]:
     return [e.kind for e in read_events(term.folder)[0]]
 
 
-def test_what_each_node_is_told(begin: Begin) -> None:
+def test_the_orders_to_each_node(begin: Begin) -> None:
     term = begin()
     term.join(1, 2, 0)
     orders = {node: order for node, (order,) in term.orders(msg.Start).items()}
@@ -298,7 +298,7 @@ def test_several_hung_ranks_are_killed_in_one_stop_only(begin: Begin) -> None:
     assert {n: o[0].kill for n, o in term.orders(msg.Stop).items()} == {0: [], 1: []}
 
 
-def test_a_finding_of_an_earlier_generation_stops_nobody(begin: Begin) -> None:
+def test_a_finding_of_an_earlier_generation_stops_no_rank(begin: Begin) -> None:
     """An agent tells again, to whoever coordinates, what it told before."""
     term = running(begin, "resilience.evict_after=9")
     text = "rank 2 has other weights"
@@ -325,7 +325,7 @@ def test_the_gpu_that_a_signal_named_is_the_one_to_be_reset(begin: Begin) -> Non
     assert order.gpu == "0000:3b:00"
 
 
-def test_whoever_has_lost_the_lease_starts_and_ends_nothing(begin: Begin) -> None:
+def test_a_coordinator_without_the_lease_starts_and_ends_nothing(begin: Begin) -> None:
     term = running(begin)
     term.agents[1].exits(3, GENERATION)
     term.orders(msg.Stop)
@@ -337,7 +337,7 @@ def test_whoever_has_lost_the_lease_starts_and_ends_nothing(begin: Begin) -> Non
     assert term.coordinator.deposed
 
 
-def test_whoever_has_lost_the_lease_does_not_end_the_run(begin: Begin) -> None:
+def test_a_coordinator_without_the_lease_does_not_end_the_run(begin: Begin) -> None:
     term = running(begin)
     term.coordinator.hold.renew_at = float("inf")
     assert Leases(term.folder.leases).claim(Lease(2, 0, "127.0.0.1", 2, 0.0), 3.0)
@@ -402,7 +402,7 @@ def test_the_node_that_coordinated_and_died_is_lost_for_certain(begin: Begin) ->
 
 
 @pytest.mark.cluster  # slow
-def test_an_end_that_was_decided_is_told_by_the_next_one(begin: Begin) -> None:
+def test_a_decided_end_is_carried_out_by_the_next_coordinator(begin: Begin) -> None:
     once = ("resilience.max_restarts=0", "cluster.spares=0")
     term = running(begin, *once)
     term.agents[1].exits(3, GENERATION)
@@ -527,7 +527,7 @@ def test_unwritable_records_stay_unsettled_and_are_written_once(begin: Begin) ->
         {"no such message": {}},
     ],
 )
-def test_what_is_no_message_ends_only_its_connection(
+def test_an_invalid_message_ends_only_its_connection(
     begin: Begin, capfd: pytest.CaptureFixture[str], values: dict[str, Any]
 ) -> None:
     term = running(begin)
@@ -560,7 +560,7 @@ def test_second_agent_of_a_node_replaces_the_first(begin: Begin) -> None:
     assert term.orders(msg.Start) == {}, "the first agent's ranks may still run, whatever the second one says"
 
 
-def test_an_agent_that_was_replaced_is_never_heard_again(begin: Begin) -> None:
+def test_messages_of_a_replaced_agent_are_ignored(begin: Begin) -> None:
     term = running(begin)
     term.join(1, incarnation="second 1")
     old = Agent(term, 1, port=term.listener.port, running=GENERATION)

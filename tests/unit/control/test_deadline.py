@@ -78,7 +78,7 @@ def test_news_of_several_steps_at_once_is_shared_out() -> None:
     assert d.limit_s == 20.0
 
 
-def test_old_news_is_none() -> None:
+def test_repeated_progress_is_ignored() -> None:
     d, now = after(3, 4.0)
     assert not d.progress(now + 1, 4)
     assert not d.progress(now + 1, 2)

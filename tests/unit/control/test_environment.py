@@ -53,7 +53,7 @@ def test_ranks_on_gpus() -> None:
     assert "the route to n2" in by_name(CUDA)["NCCL_SOCKET_IFNAME"].reason
 
 
-def test_ranks_on_cpu_have_one_thread_whatever_the_user_says() -> None:
+def test_ranks_on_cpu_have_one_thread_whatever_the_user_sets() -> None:
     variables = by_name(CPU, {"OMP_NUM_THREADS": "5"})
     assert {name: v.value for name, v in variables.items()} == {
         "SEATRIAL_DEVICE": "cpu",
@@ -68,7 +68,7 @@ def test_ranks_on_cpu_have_one_thread_whatever_the_user_says() -> None:
     assert "yours" not in variables["MKL_NUM_THREADS"].reason
 
 
-def test_the_users_own_values_win_and_are_told() -> None:
+def test_the_user_s_own_values_are_kept_and_reported() -> None:
     yours = {
         "NCCL_SOCKET_IFNAME": "ib",
         "GLOO_SOCKET_IFNAME": "ib0",
@@ -90,7 +90,7 @@ def test_an_older_name_of_a_variable_is_the_users_decision_too() -> None:
     assert variables["PYTORCH_CUDA_ALLOC_CONF"].source == "yours"
 
 
-def test_ipv6_is_told_to_nccl() -> None:
+def test_nccl_is_configured_for_ipv6() -> None:
     assert "NCCL_SOCKET_FAMILY" not in by_name(CUDA)
     six = dataclasses.replace(CUDA, address="fd00::7")
     assert by_name(six)["NCCL_SOCKET_FAMILY"].value == "AF_INET6"

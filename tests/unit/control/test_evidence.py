@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from seatrial.base import process
-from seatrial.control.hangs.evidence import Evidence, Look
+from seatrial.control.hangs.evidence import Evidence, Observation
 
 TIMEOUT_S = 20.0
 
@@ -48,7 +48,7 @@ def child(tmp_path: Path) -> Iterator[Callable[..., tuple[int, Path]]]:
         os.waitpid(pid, 0)
 
 
-def until(look: Look, wanted: Callable[[Evidence], object]) -> Evidence:
+def until(look: Observation, wanted: Callable[[Evidence], object]) -> Evidence:
     """The end of `look`, made again until it shows what is `wanted`."""
     end = time.monotonic() + TIMEOUT_S
     while not wanted(evidence := look.end()):
@@ -69,7 +69,7 @@ def spin() -> None:
 
 def test_a_sleeping_process_answers_with_its_stack(child: Callable[..., tuple[int, Path]]) -> None:
     pid, log = child(rest)
-    evidence = until(Look(pid, log), lambda e: "test_evidence.py" in e.stack)
+    evidence = until(Observation(pid, log), lambda e: "test_evidence.py" in e.stack)
     assert evidence.alive
     assert not evidence.stopped
     assert evidence.threads == 1
@@ -79,15 +79,15 @@ def test_a_sleeping_process_answers_with_its_stack(child: Callable[..., tuple[in
 
 def test_a_process_that_computes_is_busy(child: Callable[..., tuple[int, Path]]) -> None:
     pid, log = child(spin)
-    until(Look(pid, log), lambda e: e.busy)
-    until(Look(pid, log), lambda e: "in spin" in e.stack)  # by now it spins for certain
+    until(Observation(pid, log), lambda e: e.busy)
+    until(Observation(pid, log), lambda e: "in spin" in e.stack)  # by now it spins for certain
 
 
-def test_a_stopped_process_is_stopped_and_says_nothing(child: Callable[..., tuple[int, Path]]) -> None:
+def test_a_stopped_process_is_recognised_and_does_not_answer(child: Callable[..., tuple[int, Path]]) -> None:
     pid, log = child(spin)
     os.kill(pid, signal.SIGSTOP)
     os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
-    evidence = Look(pid, log).end()
+    evidence = Observation(pid, log).end()
     assert evidence.stopped
     assert evidence.alive
     assert evidence.stack == ""
@@ -97,30 +97,30 @@ def test_a_stopped_process_is_stopped_and_says_nothing(child: Callable[..., tupl
 
 def test_a_process_without_a_handler_is_not_asked(child: Callable[..., tuple[int, Path]]) -> None:
     pid, log = child(rest, answers=False)
-    evidence = Look(pid, log).end()
+    evidence = Observation(pid, log).end()
     assert not evidence.asked
     assert evidence.alive
 
 
 def test_a_process_is_not_asked_unless_wanted(child: Callable[..., tuple[int, Path]]) -> None:
     pid, log = child(rest)
-    assert not Look(pid, log, ask=False).end().asked
+    assert not Observation(pid, log, ask=False).end().asked
 
 
 def test_a_dead_process_and_a_zombie() -> None:
     pid = process.fork(lambda: 0)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    zombie = Look(pid, Path("/nowhere")).end()
+    zombie = Observation(pid, Path("/nowhere")).end()
     assert (zombie.state, zombie.alive) == ("Z", False)
     os.waitpid(pid, 0)
-    dead = Look(pid, Path("/nowhere")).end()
+    dead = Observation(pid, Path("/nowhere")).end()
     assert (dead.state, dead.alive) == ("X", False)
     assert str(dead) == f"process {pid} is dead"
 
 
 def test_evidence_travels_as_json(child: Callable[..., tuple[int, Path]]) -> None:
     pid, log = child(rest)
-    evidence = Look(pid, log).end()
+    evidence = Observation(pid, log).end()
     assert Evidence.from_dict(json.loads(json.dumps(evidence.as_dict()))) == evidence
 
 

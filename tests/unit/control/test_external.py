@@ -34,7 +34,7 @@ def test_the_output_of_both_streams_and_the_exit_code() -> None:
     assert run_external(["true"], 30.0).done
 
 
-def test_arguments_are_no_shell() -> None:
+def test_arguments_are_not_passed_to_a_shell() -> None:
     assert run_external(["echo", "$(id) ; `id` | x"], 30.0).output == "$(id) ; `id` | x"
 
 
@@ -51,7 +51,7 @@ def test_one_that_takes_too_long_is_ended_with_what_it_started() -> None:
     assert "begun" in result.output
 
 
-def test_one_that_was_killed_by_somebody() -> None:
+def test_a_command_that_was_killed() -> None:
     external = External(["sleep", "1000"], 30.0)
     assert external.result() is None
     process.signal_group(external._child.pid, 9)
@@ -62,7 +62,7 @@ def test_one_that_was_killed_by_somebody() -> None:
     assert external.result() is result
 
 
-def test_one_that_cannot_even_be_killed_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_that_cannot_be_killed_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     external = External(["sleep", "1000"], 30.0)
     external.deadline = time.monotonic() - 1
     result = external.result()

@@ -31,7 +31,7 @@ class Watch:
         resilience = ResilienceSection(hang_min_s=10.0, hang_factor=5.0, first_step_s=100.0)
         recorder = Recorder(self.folder, 1, Lease(1, 0, "127.0.0.1", 1, 0.0))
         self.hangs = HangWatch(resilience, self._send, recorder, last_step=50)
-        self.hangs.began(0.0)
+        self.hangs.generation_started(0.0)
 
     def _send(self, node: int, message: msg.ToAgent) -> bool:
         if node not in self.gone:
@@ -125,14 +125,14 @@ def test_steps_that_are_done_again_after_a_rollback_are_progress(watch: Watch) -
     assert watch.kinds() == []
 
 
-def test_the_same_step_again_is_no_progress(watch: Watch) -> None:
+def test_the_same_step_again_is_not_progress(watch: Watch) -> None:
     now = watch.steps(1, 5, 0.0)
     assert not watch.hangs.progress(5, now + 1.0)
     assert not watch.hangs.progress(0, now + 2.0), "some node has not done any yet"
     assert watch.hangs.deadline == now + 10.0
 
 
-def test_a_long_validation_is_no_hang_and_one_in_it_is_found(watch: Watch) -> None:
+def test_a_long_validation_is_no_hang_but_a_hang_in_it_is_found(watch: Watch) -> None:
     now = watch.steps(1, 5, 0.0)
     watch.hangs.validating((5, 0), now)  # none
     assert watch.hangs.deadline == now + 10.0
@@ -186,10 +186,10 @@ def test_ranks_that_wait_for_the_storage_do_not_hang(watch: Watch, told_first: b
 
 def test_while_nothing_is_expected_nothing_counts(watch: Watch) -> None:
     now = watch.steps(1, 5, 0.0)
-    watch.hangs.ended()
+    watch.hangs.generation_ended()
     assert not watch.hangs.progress(3, now + 1.0)
     assert not watch.hangs.progress(6, now + 1.0)
     assert watch.tick(now + 1000.0) == []
     assert not watch.hangs.watching
-    watch.hangs.began(now + 1000.0)
+    watch.hangs.generation_started(now + 1000.0)
     assert watch.hangs.progress(4, now + 1001.0), "another generation may begin at an earlier step"

@@ -137,7 +137,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 CUDA = replace(SPEC, device="cuda")
 
 
-def test_a_driver_message_in_the_nodes_own_log_is_told(
+def test_a_driver_message_in_the_node_s_log_is_reported(
     pump: Pump, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "log-3").write_text("")
@@ -152,7 +152,7 @@ def test_a_driver_message_in_the_nodes_own_log_is_told(
     node.hardware_monitor.close()
 
 
-def test_a_node_without_hardware_says_nothing(pump: Pump) -> None:
+def test_a_node_without_hardware_reports_nothing(pump: Pump) -> None:
     node = Node(pump, SPEC)
     pump.settle()
     assert node.told == []
@@ -160,7 +160,7 @@ def test_a_node_without_hardware_says_nothing(pump: Pump) -> None:
     node.hardware_monitor.close()
 
 
-def test_a_test_is_run_and_told(pump: Pump) -> None:
+def test_a_test_is_run_and_reported(pump: Pump) -> None:
     node = Node(pump, SPEC)
     node.requalify()
     assert "seatrial.train.health.qualify" in node.running().argv
@@ -229,7 +229,7 @@ def test_the_gpu_that_was_named_is_reset_and_tested(pump: Pump) -> None:
 
 
 @pytest.mark.usefixtures("gpus")
-def test_where_nobody_said_which_all_of_the_nodes_own_are_reset(pump: Pump) -> None:
+def test_if_no_gpu_is_named_all_gpus_of_the_node_are_reset(pump: Pump) -> None:
     node = Node(pump, CUDA, allow_gpu_reset=True)
     node.reset(None)
     node.end()
@@ -262,9 +262,7 @@ def test_a_drain_that_is_not_allowed_is_shown(pump: Pump, monkeypatch: pytest.Mo
     node.hardware_monitor.close()
 
 
-def test_a_drain_that_is_allowed_is_run_and_its_output_told(
-    pump: Pump, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_allowed_drain_is_run_and_its_output_reported(pump: Pump, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURMD_NODENAME", "gpu-7")
     node = Node(pump, SPEC, allow_node_drain=True)
     node.drain()
@@ -287,9 +285,7 @@ def test_a_name_that_no_scheduler_could_mean_is_not_drained(
     node.hardware_monitor.close()
 
 
-def test_without_a_process_to_be_had_it_is_told_and_goes_on(
-    pump: Pump, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_fork_is_reported_and_the_run_continues(pump: Pump, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> Command:
         raise OSError(11, "Resource temporarily unavailable")
 

@@ -64,7 +64,7 @@ def ranks(tmp_path: Path) -> Iterator[list[Rank]]:
 
 def answer(inspection: Inspection, rank: int, number: int = 4) -> dict[str, Any]:
     dump = msg.Dump(number, 1, 7, 1.5, flight=[])
-    inspection.take(rank, dump)
+    inspection.add_answer(rank, dump)
     return vars(dump)
 
 

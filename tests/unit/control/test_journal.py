@@ -104,7 +104,7 @@ def record(recorder: Recorder, signal: msg.Journalled) -> None:
     recorder.finding(signal.signal, signal.message, rule, evidence=None, node=0, told=signal.told)
 
 
-def test_what_is_told_again_is_recorded_once(folder: RunFolder) -> None:
+def test_a_resent_message_is_recorded_once(folder: RunFolder) -> None:
     node = Node()
     node.journal.send_once(signal("a"))
     node.journal.send_once(signal("b"))

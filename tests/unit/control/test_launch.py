@@ -43,7 +43,7 @@ def test_launchers() -> None:
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
-def test_a_port_that_somebody_listens_on_is_not_free(address: str) -> None:
+def test_a_port_with_a_listener_is_not_free(address: str) -> None:
     with socket.socket() as taken:
         taken.bind((address, 0))
         taken.listen(1)
@@ -101,7 +101,7 @@ def test_render_in_hosts_of_their_own(tmp_path: Path) -> None:
     assert [(s.address, s.interface) for s in specs] == [(f"10.77.0.{i}", "eth0") for i in (1, 2, 3)]
 
 
-def test_render_tells_why_each_variable_is_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_render_shows_the_reason_of_each_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
     text = LocalLauncher().render(job(), RunFolder(tmp_path))["commands.sh"]
     assert (
@@ -158,7 +158,7 @@ class Ended:
         (1, "run_failed", {}, "failed"),
     ],
 )
-def test_the_end_of_a_voyage_is_told_in_its_last_generation(
+def test_the_end_is_recorded_in_the_last_generation(
     tmp_path: Path, code: int, kind: str, data: object, state: str
 ) -> None:
     full = job_from_text(preset_text("first-voyage"), name="job.toml", base_folder=tmp_path)

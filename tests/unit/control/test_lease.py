@@ -313,7 +313,7 @@ def test_a_lease_of_wrong_values_counts_as_its_number(leases: Path, wrong: dict[
 
 
 @pytest.mark.parametrize("text", ["", "1", '"term"', "[]", "null", "[" * 100_000, "1" * 5000, "\ud800", "{}"])
-def test_a_lease_that_is_no_document_counts_as_its_number(leases: Path, text: str) -> None:
+def test_a_damaged_lease_file_still_counts_by_its_number(leases: Path, text: str) -> None:
     leases.mkdir()
     (leases / "00000001.json").write_text(json.dumps(WHOLE | {"term": 1}))
     (leases / "00000002.json").write_bytes(text.encode("utf-8", "surrogatepass"))
@@ -352,7 +352,7 @@ def test_a_damaged_pointer_is_none(leases: Path, text: str) -> None:
         hold.holds()
 
 
-def test_names_that_only_look_like_numbers_are_no_leases(leases: Path) -> None:
+def test_names_that_only_look_like_numbers_are_not_leases(leases: Path) -> None:
     leases.mkdir()
     (leases / "00000002.json").write_text(json.dumps(WHOLE))
     for name in ("²", "0000000²", "٠٠٠٠٠٠٠٩", "00_000_09", "+0000009", "-0000009", " 0000009"):

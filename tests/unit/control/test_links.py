@@ -27,14 +27,14 @@ def test_a_node_with_slow_round_trips_is_named_once() -> None:
     assert slowest.node == 1
 
 
-def test_a_few_slow_round_trips_are_no_slow_link() -> None:
+def test_a_few_slow_round_trips_are_not_a_slow_link() -> None:
     links = RoundTrips(own=0)
     assert tell(links, {0: FAST, 1: SLOW, 2: FAST}, rounds=3) == []
     assert tell(links, {1: FAST}, rounds=1) == []
     assert tell(links, {1: SLOW}, rounds=3) == []
 
 
-def test_where_all_round_trips_are_slow_nobody_is_blamed() -> None:
+def test_if_all_round_trips_are_slow_no_node_is_blamed() -> None:
     assert tell(RoundTrips(own=0), {0: SLOW, 1: SLOW, 2: SLOW}) == []
 
 
@@ -50,7 +50,7 @@ def test_of_two_nodes_the_other_one_is_named(own: int) -> None:
     assert [link.node for link in tell(RoundTrips(own), {own: FAST, 1 - own: SLOW})] == [1 - own]
 
 
-def test_it_is_told_again_after_it_was_fast_again_or_gone() -> None:
+def test_a_slow_link_is_reported_again_after_recovery_or_loss() -> None:
     links = RoundTrips(own=0)
     times = {0: FAST, 1: SLOW, 2: FAST}
     assert len(tell(links, times)) == 1

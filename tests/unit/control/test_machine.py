@@ -155,7 +155,7 @@ class TestALostNode:
         run.join(2, 0)
         assert only(run.tell(m.Lost, 0, True, "died"), m.Start).slots == {0: 2}
 
-    def test_a_spare_is_ready_when_it_says_so(self) -> None:
+    def test_a_spare_is_ready_once_it_reports_ready(self) -> None:
         run = Run(1, 2)
         run.join(1, 2, ready=False)
         run.join(0)
@@ -182,7 +182,7 @@ class TestALostNode:
         assert run.wait(1.0) == []
         assert only(run.stopped(1), m.Start).slots == {0: 0, 1: 1}
 
-    def test_one_that_says_it_runs_nothing_must_answer_too(self) -> None:
+    def test_a_node_that_reports_nothing_running_must_answer_too(self) -> None:
         """An order to start may be on its way to it."""
         run = started(2, fence_s=2.0)
         run.tell(m.Lost, 1, False, "silent")
@@ -216,7 +216,7 @@ class TestALostNode:
         assert "recovering" not in notes(actions)
         assert only(actions, m.Start).slots == {0: 0, 1: 3, 2: 4}
 
-    def test_a_lost_spare_is_no_failure(self) -> None:
+    def test_a_lost_spare_is_not_a_failure(self) -> None:
         run = started(2, 1)
         assert run.tell(m.Lost, 2, True, "died") == []
 
@@ -226,7 +226,7 @@ class TestALostNode:
         assert only(actions, m.Note).data["signal"] == "agent_exit"
         assert only(actions, m.Stop).nodes == (0, 1)
 
-    def test_a_connection_made_anew_is_no_failure(self) -> None:
+    def test_a_reconnection_is_not_a_failure(self) -> None:
         run = started(2)
         assert run.join(1, running=1) == []
 
@@ -283,7 +283,7 @@ def test_times_that_run_backwards_do_not() -> None:
     assert only(run.tell(m.Tick), m.Start).generation == 2
 
 
-def test_the_story_tells_what_led_here() -> None:
+def test_the_story_lists_the_last_events_and_actions() -> None:
     run = started(1)
     run.fail(0)
     story = run.machine.story()

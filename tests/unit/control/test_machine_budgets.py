@@ -35,7 +35,7 @@ class TestBudgets:
         run.progress(8)
         assert none(run.fail(0, rank=0, step=8), m.Finish)
 
-    def test_steps_done_again_are_no_progress(self) -> None:
+    def test_repeated_steps_are_not_progress(self) -> None:
         run = started(1, max_same_failure=2)
         run.progress(7)
         run.fail(0, rank=0, step=7)
@@ -160,7 +160,7 @@ class TestRepetition:
         assert only(actions, m.Evict).cause == "2 failures, the last: hang on 1"
         assert none(actions, m.Drain), "that it is the node's fault is only likely"
 
-    def test_it_stays_if_there_is_nobody_to_replace_it(self) -> None:
+    def test_a_node_stays_if_no_spare_can_replace_it(self) -> None:
         run = started(2, shapes=(2, 1), evict_after=2)
         for step in (5, 10, 15):
             run.progress(step)

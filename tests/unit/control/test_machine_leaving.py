@@ -48,19 +48,19 @@ class TestOneAlone:
         assert run.now == told + 2.0
         assert run.machine.deadline() == told + 8.0, "then it ends of itself"
 
-    def test_a_spare_may_go_as_soon_as_nobody_else_follows(self) -> None:
+    def test_a_leaving_spare_is_released_once_no_other_node_leaves(self) -> None:
         run = started(2, 1)
         run.progress(1)
         run.leave(2)
         assert run.wait() == [m.Release(2)]
 
-    def test_all_spares_leaving_are_no_preemption(self) -> None:
+    def test_all_spares_leaving_does_not_preempt_the_run(self) -> None:
         run = started(1, 3)
         run.progress(1)
         run.leave(1, 2, 3)
         assert run.wait() == [m.Release(1), m.Release(2), m.Release(3)]
 
-    def test_a_spare_that_leaves_takes_nobodys_place(self) -> None:
+    def test_a_leaving_spare_replaces_no_node(self) -> None:
         run = started(2, 1, shapes=(2, 1))
         run.leave(2)
         run.fail(0)
@@ -85,7 +85,7 @@ class TestOneAlone:
         assert run.wait() == [m.Release(0)]
         assert only(run.tell(m.Lost, 0, True, "ended") + run.join(0), m.Start).slots == {0: 0, 1: 1, 2: 2}
 
-    def test_the_next_coordinator_hears_it_with_the_greeting(self) -> None:
+    def test_the_next_coordinator_learns_it_from_the_hello(self) -> None:
         run = started(3, 1).successor()
         run.join(3)
         run.join(0, running=1)

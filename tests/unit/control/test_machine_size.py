@@ -22,7 +22,7 @@ class TestShrinking:
         run.stopped(0, 2, 3)
         assert only(run.tell(m.Flushed, 0, False), m.Start).shape == 1
 
-    def test_a_flush_that_nobody_answers(self) -> None:
+    def test_an_unanswered_flush_times_out(self) -> None:
         run = shrinking(flush_wait_s=30.0)
         run.stopped(0, 2, 3)
         assert run.wait(29.9) == []
@@ -36,7 +36,7 @@ class TestShrinking:
         start = only(run.tell(m.Flushed, 10, True), m.Start)
         assert (start.slots, start.shape) == ({0: 0, 1: 1, 2: 2, 3: 3}, 0)
 
-    def test_it_waits_for_a_node_first_where_it_is_told_to(self) -> None:
+    def test_it_waits_for_a_node_first_if_node_wait_s_is_set(self) -> None:
         run = shrinking(node_wait_s=20.0)
         assert run.stopped(0, 2, 3) == []
         run.now += 19.0
@@ -122,7 +122,7 @@ class TestTheEnd:
         assert only(run.fail(0, step=9), m.Stop).nodes == (0,)
         assert only(run.stopped(0), m.Start).slots == {0: 0, 1: 1}
 
-    def test_done_although_it_was_told_to_stop(self) -> None:
+    def test_a_run_that_is_done_while_it_stops_counts_as_done(self) -> None:
         run = started(2)
         run.left("done", 1)
         run.fail(0, step=9)
@@ -165,7 +165,7 @@ class TestTheEnd:
         assert only(run.left("yielded", 0), m.Finish).how == "preempted"
 
     @pytest.mark.parametrize("why", ["interrupt", "now"])
-    def test_an_interrupt_waits_for_nobody(self, why: str) -> None:
+    def test_an_interrupt_does_not_wait_for_nodes(self, why: str) -> None:
         run = started(2)
         run.tell(m.StopAsked, "preempt")
         actions = run.tell(m.StopAsked, why)

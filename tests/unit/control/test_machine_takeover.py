@@ -50,7 +50,7 @@ class TestAnotherCoordinator:
         run.join(0, 2)
         assert only(run.stopped(0, 2), m.Start).slots == {0: 0, 1: 1, 2: 2}
 
-    def test_generations_go_on_above_any_that_was_heard_of(self) -> None:
+    def test_generation_numbers_exceed_all_reported_ones(self) -> None:
         run = started(2).successor()
         run.join(0, running=1)
         run.join(1, running=4)
@@ -96,7 +96,7 @@ class TestAnotherCoordinator:
         assert run.join(1, running=1) == [m.Yield(1, "preempted")]
         assert only(run.left("preempted", 1), m.Finish).how == "preempted"
 
-    def test_an_end_that_nobody_heard_of_is_said_again_once(self) -> None:
+    def test_the_successor_repeats_the_end_of_the_run_once(self) -> None:
         before = started(1)
         finish = only(before.left("done", 0), m.Finish)
         run = before.successor()

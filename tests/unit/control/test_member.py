@@ -120,7 +120,7 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def test_where_nobody_coordinates_the_first_claims_at_once(agents: Any, pump: Pump, clock: Clock) -> None:
+def test_without_a_coordinator_the_first_agent_claims_at_once(agents: Any, pump: Pump, clock: Clock) -> None:
     agent = agents(0)
     pump.round()
     ((lease, dead),) = agent.became
@@ -140,7 +140,7 @@ def test_others_wait_for_their_turn(agents: Any, pump: Pump, clock: Clock) -> No
     assert not second.became
 
 
-def test_it_joins_whoever_has_the_lease_and_its_beats_come_back(
+def test_it_joins_the_lease_holder_which_returns_heartbeats(
     agents: Any, hub: Hub, pump: Pump, clock: Clock, tmp_path: Path
 ) -> None:
     claim(tmp_path / "leases", 3, node=7, port=hub.port)
@@ -160,7 +160,7 @@ def test_it_joins_whoever_has_the_lease_and_its_beats_come_back(
 
 
 @pytest.mark.parametrize("values", [{"idle": {}}, {"idle": 1}, {"beat": {"number": 1}}, {"what": {}}, {}])
-def test_what_is_no_order_ends_only_the_connection(
+def test_an_invalid_order_ends_only_the_connection(
     agents: Any,
     hub: Hub,
     pump: Pump,
@@ -231,7 +231,7 @@ def test_coordinator_proof_counts_from_when_it_was_made(
     assert agent.member.valid_until == clock.now - 2.0 + SILENCE_S
 
 
-def test_one_that_stood_still_takes_no_order_of_before(
+def test_an_agent_that_stalled_ignores_older_orders(
     agents: Any, hub: Hub, pump: Pump, clock: Clock, tmp_path: Path
 ) -> None:
     claim(tmp_path / "leases", 1, node=7, port=hub.port)
@@ -353,9 +353,7 @@ def test_waiting_for_an_answer_it_sleeps(agents: Any, pump: Pump, clock: Clock, 
     frozen.close()
 
 
-def test_whoever_does_not_know_the_secret_is_not_obeyed(
-    agents: Any, pump: Pump, clock: Clock, tmp_path: Path
-) -> None:
+def test_orders_without_the_secret_are_ignored(agents: Any, pump: Pump, clock: Clock, tmp_path: Path) -> None:
     """The old coordinator's port may be another run's by now."""
     stranger = Hub(pump, secret=b"another")
     claim(tmp_path / "leases", 2, node=9, port=stranger.port)
@@ -417,7 +415,7 @@ def test_of_two_that_claim_the_other_joins(
     assert not agent.became
 
 
-def test_it_leaves_whoever_coordinated_when_the_next_one_says_so(
+def test_it_leaves_the_old_coordinator_when_a_newer_one_appears(
     agents: Any, hub: Hub, pump: Pump, clock: Clock, tmp_path: Path
 ) -> None:
     """It does not have to look: a cache of its file system may still know the term before for a minute."""
@@ -457,7 +455,7 @@ def test_a_full_disk_does_not_end_the_agent_at_once(
     assert capfd.readouterr().err.count("could not take the lease") == 1
 
 
-def test_a_run_that_nobody_can_coordinate_ends(
+def test_a_run_that_no_agent_can_coordinate_ends(
     agents: Any, pump: Pump, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(self: Leases, lease: Lease, silence_s: float) -> Hold | None:

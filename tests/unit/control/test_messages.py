@@ -124,7 +124,7 @@ def test_the_stop_that_others_are_made_from() -> None:
         ({"yield": {"generation": 1, "how": ["yielded"]}}, "yield: `how` is ['yielded']"),
     ],
 )
-def test_what_is_no_message_is_named(values: dict[str, Any], said: str) -> None:
+def test_an_invalid_message_is_named_in_the_error(values: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match="^" + re.escape(said)):
         msg.decode(values, msg.ToAgent)
 

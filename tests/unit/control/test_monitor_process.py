@@ -60,7 +60,7 @@ class Beside:
 
     def start(self, script: str) -> None:
         self.script = script
-        self.monitor.began(0.0)
+        self.monitor.generation_started(0.0)
         self.monitor.tick(time.monotonic())
 
     def events(self, kind: str) -> list[Event]:
@@ -93,12 +93,12 @@ def test_an_alert_is_recorded_and_read_back(beside: Beside) -> None:
 
 def test_it_starts_after_the_first_step(beside: Beside) -> None:
     assert beside.monitor.deadline is None
-    beside.monitor.began(100.0)
+    beside.monitor.generation_started(100.0)
     assert beside.monitor.deadline == 130.0
     beside.monitor.stepped(110.0)
     assert beside.monitor.deadline == 113.0
     beside.monitor.stepped(112.0)
-    beside.monitor.began(112.5)  # a recovery
+    beside.monitor.generation_started(112.5)  # a recovery
     assert beside.monitor.deadline == 113.0
     beside.monitor.tick(112.9)
     assert not beside.asked
@@ -123,7 +123,7 @@ def test_its_deaths_are_warnings_and_end_it(beside: Beside, monkeypatch: pytest.
     assert len(failed) == len(beside.events("alert")) == len(beside.asked) == 3
     assert all(e.severity == "warning" and e.data and e.data["status"] == 7 for e in failed)
     assert ["not started again" in e.message for e in failed] == [False, False, True]
-    beside.monitor.began(0.0)  # the next generation
+    beside.monitor.generation_started(0.0)  # the next generation
     assert beside.monitor.deadline is None
 
 
@@ -159,8 +159,8 @@ def test_the_end_waits_for_nothing_that_hangs(beside: Beside, monkeypatch: pytes
 
 
 def test_none_is_started_after_the_end(beside: Beside) -> None:
-    beside.monitor.began(0.0)
+    beside.monitor.generation_started(0.0)
     beside.monitor.end()
     assert beside.monitor.deadline is None
-    beside.monitor.began(0.0)
+    beside.monitor.generation_started(0.0)
     assert beside.monitor.deadline is None

@@ -120,14 +120,16 @@ def test_an_agent_whose_process_is_gone_is_lost_at_once(
     assert coordinator.peers.nodes() == []
 
 
-def test_what_it_said_before_it_died_is_heard(pump: Pump, coordinator: Coordinator, agent: Agent) -> None:
+def test_messages_sent_before_the_death_are_received(
+    pump: Pump, coordinator: Coordinator, agent: Agent
+) -> None:
     agent.link.send(msg.encode(msg.Stopped(4, 2, 7000)))
     agent.die()
     pump.until(lambda: coordinator.lost)
     assert coordinator.told == [(1, msg.Stopped(4, 2, 7000))]
 
 
-def test_a_broken_connection_of_a_living_agent_is_no_loss(
+def test_a_broken_connection_to_a_live_agent_is_not_a_loss(
     pump: Pump, coordinator: Coordinator, agent: Agent
 ) -> None:
     agent.link.close()
@@ -333,7 +335,7 @@ def test_of_those_that_do_not_come_the_dead_are_known_at_once(pump: Pump) -> Non
     awaited = Awaited(pump, {0: ("127.0.0.1", port), 1: here, 2: ("127.0.0.1", frozen.port), 3: here})
     pump.until(lambda: awaited.lost)
     assert awaited.lost == [(0, True)]
-    awaited.rejoin_probe.came(3)
+    awaited.rejoin_probe.joined(3)
     pump.until(lambda: living.hellos)
     assert living.hellos[0] == msg.encode(msg.Probe(LEASE))
     assert len(awaited.lost) == 1

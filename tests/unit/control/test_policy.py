@@ -103,7 +103,7 @@ def test_what_is_unknown_is_recorded_as_unknown() -> None:
 
 
 @given(st.text(max_size=30))
-def test_any_word_has_a_rule(word: str) -> None:
+def test_any_signal_has_a_rule(word: str) -> None:
     assert rule_for(word).signal == word
     assert rule_for(f"xid:{word}").action
     assert signal_of_exception(word, word) in policy().rules

@@ -45,7 +45,7 @@ def takes_over(begin: Begin) -> None:
     following.coordinator.tick()
 
 
-def test_what_was_remembered_is_believed(begin: Begin) -> None:
+def test_a_plausible_state_is_restored(begin: Begin) -> None:
     term = running(begin)
     term.agents[1].exits(3, GENERATION)
     for node in (0, 1):
@@ -74,7 +74,7 @@ def test_damage_does_not_end_the_next_coordinator(begin: Begin, seed: int) -> No
 
 
 @pytest.mark.parametrize("made", ["pipe", "folder", "link", "deep", "null"])
-def test_what_is_no_state_is_none(begin: Begin, made: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_implausible_state_is_ignored(begin: Begin, made: str, capfd: pytest.CaptureFixture[str]) -> None:
     term = running(begin)
     state = term.coordinator.hold.state
     text = state.read_text()

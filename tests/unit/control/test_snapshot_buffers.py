@@ -34,7 +34,7 @@ def snapshot_buffers() -> Iterator[SnapshotBuffers]:
 def own(snapshot_buffers: SnapshotBuffers, local: int, slot: int, **what: Any) -> Snapshot:
     """A rank of `local` writes a snapshot and tells of it."""
     snapshot = put(snapshot_buffers.fds(local)[slot], **what)
-    return snapshot_buffers.took(local, filled(snapshot, slot))
+    return snapshot_buffers.rank_filled(local, filled(snapshot, slot))
 
 
 def copy(snapshot_buffers: SnapshotBuffers, **what: Any) -> Snapshot:
@@ -42,10 +42,10 @@ def copy(snapshot_buffers: SnapshotBuffers, **what: Any) -> Snapshot:
     fd = os.memfd_create("elsewhere")
     snapshot = put(fd, **what)
     os.close(fd)
-    room = snapshot_buffers.room(snapshot)
-    assert room is not None
-    assert put(room, **what) == snapshot
-    snapshot_buffers.filled(room, snapshot)
+    buffer_for = snapshot_buffers.buffer_for(snapshot)
+    assert buffer_for is not None
+    assert put(buffer_for, **what) == snapshot
+    snapshot_buffers.filled(buffer_for, snapshot)
     return snapshot
 
 
@@ -53,7 +53,7 @@ def steps(snapshot_buffers: SnapshotBuffers) -> list[tuple[int, int, bool]]:
     return [(h["rank"], h["step"], h["own"]) for h in snapshot_buffers.held()]
 
 
-def test_a_leg_is_told_what_its_files_hold_of_it(snapshot_buffers: SnapshotBuffers) -> None:
+def test_a_generation_spec_lists_the_rank_s_own_snapshots(snapshot_buffers: SnapshotBuffers) -> None:
     assert snapshot_buffers.entries_for(0, 0, PLAIN) == []
     own(snapshot_buffers, 0, 0, rank=0, step=10)
     newer = own(snapshot_buffers, 0, 1, rank=0, step=20)
@@ -72,7 +72,7 @@ def test_a_leg_is_told_what_its_files_hold_of_it(snapshot_buffers: SnapshotBuffe
     assert [e["step"] for e in snapshot_buffers.entries_for(1, 1, PLAIN)] == [20]
 
 
-def test_a_leg_is_told_of_a_replicas_state_in_its_files(snapshot_buffers: SnapshotBuffers) -> None:
+def test_a_generation_spec_lists_a_replica_s_snapshots(snapshot_buffers: SnapshotBuffers) -> None:
     layout = Layout(replicate=2)
     key = layout_key(layout.as_dict())
     own(snapshot_buffers, 0, 0, rank=1, step=10, layout=key)
@@ -80,7 +80,7 @@ def test_a_leg_is_told_of_a_replicas_state_in_its_files(snapshot_buffers: Snapsh
     assert (entry["rank"], entry["step"]) == (1, 10)
 
 
-def test_what_is_being_written_over_is_not_there(snapshot_buffers: SnapshotBuffers) -> None:
+def test_a_snapshot_being_overwritten_is_not_listed(snapshot_buffers: SnapshotBuffers) -> None:
     own(snapshot_buffers, 0, 0, step=10)
     own(snapshot_buffers, 0, 1, step=20)
     Filling(snapshot_buffers.fds(0)[0], 99)
@@ -93,7 +93,7 @@ def test_what_is_being_written_over_is_not_there(snapshot_buffers: SnapshotBuffe
 def test_words_that_make_no_sense(snapshot_buffers: SnapshotBuffers, change: dict[str, Any]) -> None:
     snapshot = put(snapshot_buffers.fds(0)[0])
     with pytest.raises(ValueError, match="snapshot"):
-        snapshot_buffers.took(0, dataclasses.replace(filled(snapshot, 0), **change))
+        snapshot_buffers.rank_filled(0, dataclasses.replace(filled(snapshot, 0), **change))
     assert snapshot_buffers.held() == []
 
 
@@ -121,14 +121,14 @@ def test_a_copy_that_fails_costs_the_older_one_only(snapshot_buffers: SnapshotBu
     copy(snapshot_buffers, rank=5, step=10)
     new = copy(snapshot_buffers, rank=5, step=20)
     snapshot = Snapshot(5, 30, 1, KEY, 99, "")
-    room = snapshot_buffers.room(snapshot)
-    assert room is not None
-    assert snapshot_buffers.room(snapshot) is None, "one at a time"
+    buffer_for = snapshot_buffers.buffer_for(snapshot)
+    assert buffer_for is not None
+    assert snapshot_buffers.buffer_for(snapshot) is None, "one at a time"
     assert steps(snapshot_buffers) == [(5, 20, False)]
-    snapshot_buffers.filled(room, None)
+    snapshot_buffers.filled(buffer_for, None)
     assert steps(snapshot_buffers) == [(5, 20, False)]
-    assert snapshot_buffers.room(new) is None, "it is here already"
-    assert snapshot_buffers.room(Snapshot(5, 30, 1, KEY, 99, "")) == room, (
+    assert snapshot_buffers.buffer_for(new) is None, "it is here already"
+    assert snapshot_buffers.buffer_for(Snapshot(5, 30, 1, KEY, 99, "")) == buffer_for, (
         "over what is not there, not over step 20"
     )
 
@@ -136,10 +136,10 @@ def test_a_copy_that_fails_costs_the_older_one_only(snapshot_buffers: SnapshotBu
 def test_a_node_that_takes_a_place_over_gets_its_state(snapshot_buffers: SnapshotBuffers) -> None:
     own(snapshot_buffers, 0, 1, rank=0, step=10)
     wanted = Snapshot(7, 10, 1, KEY, 99, "")
-    room = snapshot_buffers.room(wanted, local=0)
-    assert room == snapshot_buffers.fds(0)[0]
-    put(room, rank=7, step=10)
-    snapshot_buffers.filled(room, put(room, rank=7, step=10))
+    buffer_for = snapshot_buffers.buffer_for(wanted, local=0)
+    assert buffer_for == snapshot_buffers.fds(0)[0]
+    put(buffer_for, rank=7, step=10)
+    snapshot_buffers.filled(buffer_for, put(buffer_for, rank=7, step=10))
     assert [e["slot"] for e in snapshot_buffers.entries_for(0, 7, PLAIN)] == [0]
 
 
@@ -148,13 +148,13 @@ def test_a_start_may_need_an_older_state_than_is_here(snapshot_buffers: Snapshot
     own(snapshot_buffers, 0, 0, rank=0, step=10)
     own(snapshot_buffers, 0, 1, rank=0, step=30)
     older = Snapshot(0, 20, 1, KEY, 99, "")
-    assert snapshot_buffers.room(Snapshot(0, 30, 1, KEY, 99, ""), local=0) is None, "it is here"
-    room = snapshot_buffers.room(older, local=0)
-    assert room == snapshot_buffers.fds(0)[0]
-    snapshot_buffers.filled(room, put(room, rank=0, step=20))
+    assert snapshot_buffers.buffer_for(Snapshot(0, 30, 1, KEY, 99, ""), local=0) is None, "it is here"
+    buffer_for = snapshot_buffers.buffer_for(older, local=0)
+    assert buffer_for == snapshot_buffers.fds(0)[0]
+    snapshot_buffers.filled(buffer_for, put(buffer_for, rank=0, step=20))
     assert [e["step"] for e in snapshot_buffers.entries_for(0, 0, PLAIN)] == [30, 20]
     copy(snapshot_buffers, rank=5, step=30)
-    assert snapshot_buffers.room(Snapshot(5, 20, 1, KEY, 99, "")) is None, (
+    assert snapshot_buffers.buffer_for(Snapshot(5, 20, 1, KEY, 99, "")) is None, (
         "a copy is only replaced by a newer one"
     )
 
@@ -162,7 +162,7 @@ def test_a_start_may_need_an_older_state_than_is_here(snapshot_buffers: Snapshot
 def test_memory_for_ranks_of_others_is_given_back(snapshot_buffers: SnapshotBuffers) -> None:
     for rank in (4, 5, 6):
         copy(snapshot_buffers, rank=rank, step=10)
-    assert snapshot_buffers.room(Snapshot(6, 20, 1, KEY, 99, "")) is not None
+    assert snapshot_buffers.buffer_for(Snapshot(6, 20, 1, KEY, 99, "")) is not None
     before = len(os.listdir("/proc/self/fd"))
     snapshot_buffers.guard([5], PLAIN)
     assert len(os.listdir("/proc/self/fd")) == before - 2, "6 is being written to"
@@ -176,7 +176,7 @@ def test_a_course_that_was_left_is_forgotten(snapshot_buffers: SnapshotBuffers) 
     own(snapshot_buffers, 0, 1, rank=0, step=70)
     copy(snapshot_buffers, rank=5, step=70)
     own(snapshot_buffers, 1, 0, rank=1, step=70, generation=2)
-    snapshot_buffers.began(2, 60)
+    snapshot_buffers.generation_started(2, 60)
     assert steps(snapshot_buffers) == [(0, 60, True), (1, 70, True)]
 
 
@@ -225,7 +225,7 @@ def test_the_newest_state_that_is_whole() -> None:
     assert newest_common({}, PLAIN, 2) is None
 
 
-def test_a_node_that_is_gone_is_made_up_for_by_its_copy() -> None:
+def test_a_lost_node_is_replaced_by_its_copy() -> None:
     held = {n: [entry(n, 30), entry((n + 1) % 3, 30, own=False)] for n in range(3)}
     for gone in range(3):
         rest = {n: entries for n, entries in held.items() if n != gone}
@@ -258,7 +258,7 @@ ENTRIES = st.lists(
 
 
 @given(st.dictionaries(st.integers(0, 4), ENTRIES, max_size=5), st.integers(1, 4))
-def test_it_names_all_that_have_it_and_nobody_else(held: dict[int, list[dict[str, Any]]], world: int) -> None:
+def test_it_names_exactly_the_nodes_that_have_it(held: dict[int, list[dict[str, Any]]], world: int) -> None:
     found = list(common(held, PLAIN, world))
     moments = [(g, s) for g in (2, 1) for s in (20, 10)]
     expected = []

@@ -151,7 +151,7 @@ def test_a_copy_counts_as_fetched_only_in_the_ranks_own_file(held: Map) -> None:
     assert [f.snapshot["rank"] for f in found] == [2, 3]
 
 
-def test_the_newest_that_somebody_has_of_every_rank(held: Map) -> None:
+def test_the_newest_state_held_for_every_rank(held: Map) -> None:
     held.both_hold(10)
     held.holds(
         0, entry(0, 10, own=True), entry(1, 10, own=True), entry(0, 20, own=True), entry(1, 20, own=True)
@@ -160,7 +160,7 @@ def test_the_newest_that_somebody_has_of_every_rank(held: Map) -> None:
     assert {f.snapshot["step"] for f in found} == {10}
 
 
-def test_nothing_common_or_nobody_who_has_it_is_left_to_the_disk(held: Map) -> None:
+def test_nothing_is_fetched_without_a_common_snapshot(held: Map) -> None:
     held.holds(0, entry(0, 10, own=True), entry(1, 10, own=True))
     assert held.map.fetches({1: [2, 3]}, LAYOUT, Peers(0, 1))[1] == []  # type: ignore[arg-type]
     held.both_hold()
@@ -251,7 +251,7 @@ def test_what_is_on_disk_already_is_not_written(held: Map, children: Children) -
     assert held.flushed == [(0, False, ""), (0, False, ""), (10, True, "")]
 
 
-def test_nobody_looks_into_a_folder_in_the_agents_loop(
+def test_no_folder_is_listed_in_the_agent_s_loop(
     held: Map, children: Children, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A mount that hangs would stop the loop, and the node with it."""

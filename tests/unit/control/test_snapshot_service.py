@@ -43,7 +43,7 @@ class Node:
         )
         self.told: list[msg.FromAgent] = []
         self.snapshot_service = SnapshotService(spec, self.told.append)
-        self.snapshot_service.unlock(SECRET)
+        self.snapshot_service.set_secret(SECRET)
         self.pump = pump
         self.listener = Listener("127.0.0.1", SECRET)
         self.acceptor = Acceptor(self.listener, pump.watch, pump.unwatch, self.serve)
@@ -59,7 +59,7 @@ class Node:
     def takes(self, local: int, slot: int, **what: Any) -> Snapshot:
         """A rank of `local` fills one of its files and says so."""
         snapshot = put(self.snapshot_service.fds()[local][slot], **what)
-        self.snapshot_service.took(local, filled(snapshot, slot))
+        self.snapshot_service.rank_filled(local, filled(snapshot, slot))
         return snapshot
 
     def order(self, generation: int, *fetch: msg.Fetch, buddy: Node | None = None) -> None:
@@ -128,7 +128,7 @@ def quiet(node: Node) -> bool:
     return not node.snapshot_service._moving
 
 
-def test_a_snapshot_is_told_and_copied_to_the_buddy(nodes: tuple[Node, Node], pump: Pump) -> None:
+def test_a_snapshot_is_reported_and_copied_to_the_buddy(nodes: tuple[Node, Node], pump: Pump) -> None:
     here, there = nodes
     here.order(1, buddy=there)
     assert here.started == [1], "nothing to wait for"
@@ -241,7 +241,7 @@ def test_a_start_that_was_called_off_does_not_happen(nodes: tuple[Node, Node], p
     snapshot = there.takes(0, 0, rank=1, step=5)
     listener, giver = slow_giver(pump)
     here.order(2, wanted(snapshot, giver))
-    here.snapshot_service.call_off()
+    here.snapshot_service.cancel_start()
     pump.until(lambda: quiet(here))
     assert here.started == []
     here.order(3)
@@ -270,9 +270,9 @@ def test_snapshots_ahead_of_new_generation_are_forgotten(nodes: tuple[Node, Node
     here.takes(0, 0, rank=1, step=20, generation=1)
     here.takes(0, 1, rank=1, step=10, generation=1)
     before = len(here.told)
-    here.snapshot_service.began(2, 20)
+    here.snapshot_service.generation_started(2, 20)
     assert len(here.told) == before, "no news"
-    here.snapshot_service.began(2, 10)
+    here.snapshot_service.generation_started(2, 10)
     assert [e["step"] for e in here.reported()] == [10]
 
 
@@ -312,16 +312,16 @@ def test_without_a_process_to_be_had_the_run_goes_on(
     pump.until(lambda: (1, 10, False) in there.held())
 
 
-def test_nonsense_from_a_rank_is_said_to_be_so(nodes: tuple[Node, Node]) -> None:
+def test_an_invalid_snapshot_message_of_a_rank_is_refused(nodes: tuple[Node, Node]) -> None:
     here, _ = nodes
     snapshot = put(here.snapshot_service.fds()[0][0])
     with pytest.raises(ValueError, match="not a snapshot"):
-        here.snapshot_service.took(0, filled(replace(snapshot, step=-1), 0))
+        here.snapshot_service.rank_filled(0, filled(replace(snapshot, step=-1), 0))
     with pytest.raises(ValueError, match="in file"):
-        here.snapshot_service.took(0, filled(snapshot, 2))
+        here.snapshot_service.rank_filled(0, filled(snapshot, 2))
 
 
-def test_a_greeting_that_is_no_snapshot_is_shown_out(nodes: tuple[Node, Node], pump: Pump) -> None:
+def test_a_hello_without_a_valid_snapshot_is_refused(nodes: tuple[Node, Node], pump: Pump) -> None:
     here, _ = nodes
     hello = msg.encode(msg.WantsSnapshot(-1, 8, 1, KEY, 9, "x"))
     outgoing = Outgoing("127.0.0.1", here.listener.port, SECRET, hello)

@@ -161,7 +161,7 @@ def test_records_that_the_kernel_has_overwritten(
     assert watched.poll(2.0) == []
 
 
-def test_a_log_that_refuses_is_told_once(tmp_path: Path, made: list[Sources]) -> None:
+def test_an_unreadable_log_is_reported_once(tmp_path: Path, made: list[Sources]) -> None:
     watched = Sources(tmp_path, NOWHERE, driver=NOWHERE)  # a folder
     made.append(watched)
     now = time.monotonic()
@@ -222,7 +222,7 @@ def test_a_memory_error_waits_for_what_comes_with_it(follows: tuple[int, ...], s
     assert gate.deadline is None
 
 
-def test_nvml_is_believed_where_the_log_is_silent() -> None:
+def test_nvml_counts_if_the_log_is_silent() -> None:
     gate = XidGate()
     bare = XidMessage("xid", 145, "0000:3b:00", "")
     gate.add(bare, "NVML", 0.0)
@@ -521,7 +521,7 @@ def test_blind_on_both_eyes(
     assert "no such log" in told.message
 
 
-def test_a_gpu_of_another_job_is_none_of_ours(
+def test_a_gpu_of_another_job_is_ignored(
     driver: Path, made: list[Sources], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([79, 31, 79]))
@@ -578,7 +578,7 @@ def test_a_hanging_nvidia_smi_is_given_up(tmp_path: Path, monkeypatch: pytest.Mo
     assert probe._smi("nvlink", "-e") is None
 
 
-def test_findings_that_go_on_are_told_again_later() -> None:
+def test_persistent_findings_are_reported_again_later() -> None:
     reminder = probe._Reminder()
     finding = probe.PortFault("retransmissions", "mlx5_0/1", "text", {"deltas": {}})
     other = probe.PortFault("congestion", "mlx5_0/1", "text", {})

@@ -32,7 +32,7 @@ def spec(**changes: object) -> AgentSpec:
     return AgentSpec(**(values | changes))  # type: ignore[arg-type]
 
 
-def test_the_command_line_says_it_all() -> None:
+def test_the_command_line_contains_the_whole_spec() -> None:
     for original in (
         spec(),
         spec(

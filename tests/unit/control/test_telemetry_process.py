@@ -106,7 +106,7 @@ def recorded(node: Node) -> dict[str, float]:
 
 
 def test_the_host_and_what_probes_read_are_recorded(node: Node) -> None:
-    node.start().take("gpus", {POWER: 700.0})
+    node.start().update("gpus", {POWER: 700.0})
     wait(node, lambda: POWER in recorded(node))
     values = recorded(node)
     assert values[POWER] == 700
@@ -119,7 +119,7 @@ def test_what_is_old_is_absent() -> None:
     ours, theirs = node_sampler.Channel.pair()
     settings = node_sampler.SamplerSettings(Path("run"), 3, 1.0, {}, "127.0.0.1", None)
     sampler = node_sampler.NodeSampler(settings, theirs)
-    sampler.take("gpus", {POWER: 1.0})
+    sampler.update("gpus", {POWER: 1.0})
     assert sampler.newest() == {POWER: 1.0}
     at, values = sampler._read["gpus"]
     sampler._read["gpus"] = at - node_sampler.FRESH * 10 - 1, values
@@ -135,7 +135,7 @@ def test_metrics_are_served_and_clean(node: Node, port: int) -> None:
         "generation": 1,
     })  # fmt: skip
     telemetry = node.start(f"watch.metrics_port={port}")
-    telemetry.take("gpus", {POWER: 700.0, "not_in_the_table": 1.0})
+    telemetry.update("gpus", {POWER: 700.0, "not_in_the_table": 1.0})
     wait(node, lambda: 'seatrial_gpu_power_watts{gpu="0",node="3"} 700.0' in scrape(port))
     text = scrape(port)
     assert re.search(r'seatrial_run_info\{host="[^"]+",node="3",run="a-run",version="[^"]+"\} 1\.0', text)
@@ -205,15 +205,15 @@ def test_a_process_that_ends_is_a_warning(node: Node) -> None:
     os.kill(node.child.pid, signal.SIGKILL)
     wait(node, lambda: node.told)
     assert node.failures() == ["process"]
-    telemetry.take("gpus", {POWER: 1.0})
+    telemetry.update("gpus", {POWER: 1.0})
     telemetry.coordinates(True)
 
 
-def test_a_stopped_process_holds_nobody_up(node: Node) -> None:
+def test_a_stopped_process_blocks_no_other(node: Node) -> None:
     telemetry = node.start()
     os.kill(node.child.pid, signal.SIGSTOP)
     for _ in range(2000):  # more than a socket takes
-        telemetry.take("gpus", {f"x{i}": 1.0 for i in range(50)})
+        telemetry.update("gpus", {f"x{i}": 1.0 for i in range(50)})
     assert len(node.child._channel._waiting) < 10_000
 
 

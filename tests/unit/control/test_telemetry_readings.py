@@ -80,7 +80,7 @@ def test_no_hardware_card_in_a_container(root: Path) -> None:
     assert HostLoad(root).read()["node_network_received_bytes_total"] == 1577
 
 
-def test_what_the_kernel_does_not_say_is_absent(tmp_path: Path) -> None:
+def test_values_that_the_kernel_does_not_report_are_absent(tmp_path: Path) -> None:
     assert not [name for name in HostLoad(tmp_path).read() if "clock" not in name]
 
 

@@ -89,7 +89,7 @@ def end(moving: Moving) -> dict[str, Any]:
 def receive(snapshot_buffers: SnapshotBuffers, connection: wire.Incoming) -> Moving:
     """Take what is announced, as the snapshot service does."""
     announced = Snapshot.from_message(connection.hello["snapshot"])
-    fd = snapshot_buffers.room(announced)
+    fd = snapshot_buffers.buffer_for(announced)
     assert fd is not None
     return transfer.receive(connection, fd, announced)
 
@@ -129,7 +129,7 @@ def test_a_new_node_fetches_what_another_holds(
     held: Held, snapshot_buffers: SnapshotBuffers, listener: wire.Listener
 ) -> None:
     wanted = Snapshot.from_message(json.loads(json.dumps(held.snapshot.summary())))
-    fd = snapshot_buffers.room(wanted, local=0)
+    fd = snapshot_buffers.buffer_for(wanted, local=0)
     assert fd is not None
     taking = transfer.fetch(wanted, fd, "127.0.0.1", listener.port, SECRET)
     connection = incoming(listener)
@@ -145,10 +145,10 @@ def test_a_new_node_fetches_what_another_holds(
     assert copy.snapshot.index == held.snapshot.index
 
 
-def test_what_nobody_has_any_more(
+def test_a_snapshot_that_no_node_has_any_more(
     held: Held, snapshot_buffers: SnapshotBuffers, listener: wire.Listener
 ) -> None:
-    fd = snapshot_buffers.room(held.snapshot, local=0)
+    fd = snapshot_buffers.buffer_for(held.snapshot, local=0)
     assert fd is not None
     taking = transfer.fetch(held.snapshot, fd, "127.0.0.1", listener.port, SECRET)
     assert end(transfer.serve(incoming(listener), None))["ok"]
@@ -159,7 +159,7 @@ def test_what_nobody_has_any_more(
 
 
 def test_a_node_that_holds_a_copy_of_what_it_is_to_run(held: Held, snapshot_buffers: SnapshotBuffers) -> None:
-    fd = snapshot_buffers.room(held.snapshot, local=0)
+    fd = snapshot_buffers.buffer_for(held.snapshot, local=0)
     assert fd is not None
     moving = transfer.copy(held, fd)
     register(snapshot_buffers, moving, end(moving))
@@ -247,7 +247,7 @@ def test_a_false_server_gets_nothing(held: Held) -> None:
     false.close()
 
 
-def test_nobody_listens(held: Held) -> None:
+def test_no_process_listens(held: Held) -> None:
     listener = wire.Listener("127.0.0.1", SECRET)
     port = listener.port
     listener.close()

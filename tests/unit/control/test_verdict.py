@@ -85,7 +85,7 @@ def test_out_of_memory_is_said_as_surely_as_it_is_known(
     assert hint in found.hint
 
 
-def test_bad_input_is_told_in_its_own_words() -> None:
+def test_bad_input_is_reported_with_its_own_message() -> None:
     found = first_failure([ended(0, 1.0, 2, error(1.0, exit_code=2, hint="do this"))])
     assert found is not None
     assert (found.exit_code, found.cause, found.hint) == (2, "bad", "do this")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from seatrial.control.coordinator.verdicts import Ended, Verdicts
+from seatrial.control.coordinator.verdicts import ProcessFailure, Verdicts
 from seatrial.control.machine.types import Finish
 from seatrial.record import messages as msg
 from seatrial.record.failure import Failure, RankError
@@ -18,7 +18,7 @@ from seatrial.record.folder import RunFolder
 @pytest.fixture
 def verdicts(tmp_path: Path) -> Verdicts:
     made = Verdicts(RunFolder(tmp_path))
-    made.began(3)
+    made.generation_started(3)
     return made
 
 
@@ -66,8 +66,8 @@ def failed(verdicts: Verdicts, message: str = "too few nodes") -> Failure:
     ids=["exit", "killed", "oom", "crash", "error", "consequence"],
 )
 def test_an_end_and_its_signal(verdicts: Verdicts, values: msg.RankExited, wanted: Any) -> None:
-    ended = verdicts.ended(1, values)
-    assert isinstance(ended, Ended)
+    ended = verdicts.process_ended(1, values)
+    assert isinstance(ended, ProcessFailure)
     assert (ended.signal, ended.cause, ended.consequence) == wanted
     assert ended.message.startswith("rank 2 on node 1 ")
     assert ended.event == "rank_failed"
@@ -84,25 +84,25 @@ def test_an_end_and_its_signal(verdicts: Verdicts, values: msg.RankExited, wante
     ],
     ids=["in order", "killed by us", "failed when stopped", "never began", "of another generation"],
 )
-def test_what_is_no_failure(verdicts: Verdicts, values: msg.RankExited) -> None:
-    assert verdicts.ended(1, values) is None
+def test_what_is_not_a_failure(verdicts: Verdicts, values: msg.RankExited) -> None:
+    assert verdicts.process_ended(1, values) is None
     assert failed(verdicts).rank is None
 
 
 def test_an_error_before_our_signal_counts(verdicts: Verdicts) -> None:
-    ended = verdicts.ended(1, exited(signalled=99.5, **error()))
+    ended = verdicts.process_ended(1, exited(signalled=99.5, **error()))
     assert ended is not None
     assert failed(verdicts).cause == "ValueError: no"
 
 
-def test_an_end_just_before_our_signal_is_told_at_the_end(verdicts: Verdicts) -> None:
+def test_an_exit_just_before_our_signal_counts_in_the_outcome(verdicts: Verdicts) -> None:
     """While ranks are being stopped it is no news, but it may be why the run failed."""
-    assert verdicts.ended(1, exited(status=-9, signalled=100.5)) is None
+    assert verdicts.process_ended(1, exited(status=-9, signalled=100.5)) is None
     assert failed(verdicts).message == "rank 2 on node 1 was killed by SIGKILL"
 
 
 def test_a_fork_server_is_its_nodes_failure(verdicts: Verdicts) -> None:
-    ended = verdicts.ended(1, msg.ForkServerExited(5, -9, 100.0, oom_killed=False, generation=3))
+    ended = verdicts.process_ended(1, msg.ForkServerExited(5, -9, 100.0, oom_killed=False, generation=3))
     assert ended is not None
     assert (ended.event, ended.cause) == ("nursery_failed", "its fork server was killed by SIGKILL")
     failure = failed(verdicts)
@@ -110,9 +110,9 @@ def test_a_fork_server_is_its_nodes_failure(verdicts: Verdicts) -> None:
     assert failure.cause == "the fork server was killed by SIGKILL"
 
 
-def test_of_many_failures_the_one_of_its_own_is_told(verdicts: Verdicts) -> None:
-    verdicts.ended(0, exited(rank=0, time=98.0, **CONSEQUENCE))
-    verdicts.ended(1, exited(rank=3, status=-9))
+def test_of_many_failures_the_root_failure_is_reported(verdicts: Verdicts) -> None:
+    verdicts.process_ended(0, exited(rank=0, time=98.0, **CONSEQUENCE))
+    verdicts.process_ended(1, exited(rank=3, status=-9))
     failure = failed(verdicts, "rank 3 has failed 3 times")
     assert failure.message == "rank 3 on node 1 was killed by SIGKILL"
     assert (failure.node, failure.rank, failure.log, failure.tail) == (
@@ -125,45 +125,45 @@ def test_of_many_failures_the_one_of_its_own_is_told(verdicts: Verdicts) -> None
 
 def test_a_lost_node_goes_before_those_that_missed_it(verdicts: Verdicts) -> None:
     """Where ranks cannot park, all others fail by it."""
-    verdicts.ended(0, exited(rank=0, **CONSEQUENCE))
+    verdicts.process_ended(0, exited(rank=0, **CONSEQUENCE))
     assert failed(verdicts).rank == 0
     verdicts.node_lost(1, "its agent exited")
     failure = failed(verdicts)
     assert (failure.node, failure.rank, failure.cause) == (1, None, "its agent exited")
     assert failure.hint == "too few nodes"
-    verdicts.ended(0, exited(rank=1, status=9))
+    verdicts.process_ended(0, exited(rank=1, status=9))
     assert failed(verdicts).rank == 1, "but not before a failure of its own"
 
 
-def test_who_was_blamed_is_named_where_nobody_ended_of_itself(verdicts: Verdicts) -> None:
+def test_the_blamed_node_is_named_if_no_process_failed_by_itself(verdicts: Verdicts) -> None:
     """A rank that hangs is killed by us: its end tells nothing."""
     verdicts.blamed(1, 3, "is stopped by a signal")
     verdicts.blamed(0, 1, "a consequence of that")
-    verdicts.ended(1, exited(rank=3, status=-9, signalled=99.0))
+    verdicts.process_ended(1, exited(rank=3, status=-9, signalled=99.0))
     failure = failed(verdicts, "is stopped by a signal")
     assert (failure.node, failure.rank) == (1, 3)
     assert failure.message == "rank 3 on node 1: is stopped by a signal"
     assert "coordinator.log" in failure.hint
 
 
-def test_where_nobody_is_to_blame_nobody_is_named(verdicts: Verdicts) -> None:
+def test_without_a_culprit_no_node_or_rank_is_named(verdicts: Verdicts) -> None:
     failure = failed(verdicts, "too few nodes: 1 are usable, 2 are needed")
     assert (failure.node, failure.rank) == (None, None)
     assert failure.message == "too few nodes: 1 are usable, 2 are needed"
 
 
 def test_a_new_generation_begins_without_old_failures(verdicts: Verdicts) -> None:
-    verdicts.ended(1, exited(status=7))
+    verdicts.process_ended(1, exited(status=7))
     verdicts.node_lost(1, "its agent exited")
     verdicts.blamed(1, 2, "slow")
-    verdicts.began(4)
+    verdicts.generation_started(4)
     assert failed(verdicts).node is None
-    assert verdicts.ended(1, exited(status=7)) is None
+    assert verdicts.process_ended(1, exited(status=7)) is None
 
 
 def test_bad_input_keeps_its_exit_code_and_words(verdicts: Verdicts) -> None:
     values = error("InputError", "the port is in use", exit_code=2, hint="choose another", traceback=None)
-    verdicts.ended(0, exited(rank=0, status=2, **values))
+    verdicts.process_ended(0, exited(rank=0, status=2, **values))
     failure = failed(verdicts)
     assert (failure.exit_code, failure.cause, failure.hint) == (
         2,
@@ -174,5 +174,5 @@ def test_bad_input_keeps_its_exit_code_and_words(verdicts: Verdicts) -> None:
 
 @pytest.mark.parametrize(("how", "code"), [("done", 0), ("preempted", 75), ("interrupted", 130)])
 def test_ends_in_order_have_no_failure(verdicts: Verdicts, how: Any, code: int) -> None:
-    verdicts.ended(1, exited(status=7))
+    verdicts.process_ended(1, exited(status=7))
     assert verdicts.outcome(Finish(how, ""), 1) == msg.Outcome(code, 1, None)

@@ -66,7 +66,7 @@ def received(link: Link) -> list[dict[str, object]]:
     return link.receive()
 
 
-def test_both_sides_talk_and_raw_bytes_may_stand_between(listener: Listener) -> None:
+def test_messages_and_raw_bytes_in_both_directions(listener: Listener) -> None:
     heard = []
 
     def talk(incoming: Incoming, progress: str) -> None:
@@ -89,7 +89,7 @@ def test_both_sides_talk_and_raw_bytes_may_stand_between(listener: Listener) -> 
     assert heard == [{"role": "snapshot", "node": 3}, {"a": 1}]
 
 
-def test_who_does_not_know_the_secret_is_refused_and_not_heard(listener: Listener) -> None:
+def test_a_client_without_the_secret_is_refused(listener: Listener) -> None:
     came = []
     thread = serve(listener, lambda incoming, progress: came.append((progress, incoming.hello, incoming.why)))
     with pytest.raises(WireRefused):
@@ -98,7 +98,7 @@ def test_who_does_not_know_the_secret_is_refused_and_not_heard(listener: Listene
     assert came == [("refused", {}, "it does not know this run's secret")]
 
 
-def test_a_server_that_does_not_know_the_secret_is_refused() -> None:
+def test_a_server_without_the_secret_is_refused() -> None:
     false = Listener("127.0.0.1", b"another")
     thread = serve(false, lambda incoming, progress: None)
     with pytest.raises(WireRefused):
@@ -128,7 +128,7 @@ def test_a_first_line_without_end_is_refused(listener: Listener) -> None:
     assert came == ["a first line without an end"]
 
 
-def test_nobody_there_is_said_at_once() -> None:
+def test_an_address_without_listener_is_reported_at_once() -> None:
     free = Listener("127.0.0.1", SECRET)
     port = free.port
     free.close()

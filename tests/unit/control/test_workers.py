@@ -35,7 +35,7 @@ def alive(pid: int) -> bool:
     return pid in process.living()
 
 
-def test_ranks_begin_and_are_told_of(node: Node) -> None:
+def test_ranks_start_and_are_reported(node: Node) -> None:
     node.start(1, {0: ["beat"], 1: [{"beat": 7}]})
     node.pump.until(lambda: node.workers.workers[0].step and node.workers.workers[1].step)
     assert node.state("running", "running")()
@@ -127,7 +127,7 @@ def test_what_is_parked_where_no_rank_is_wanted_ends(node: Node) -> None:
     assert node.values("exited", 11)["signalled"] is not None, "it is no failure"
 
 
-def test_a_parked_rank_that_has_hung_up_is_not_given_another_leg(node: Node) -> None:
+def test_a_disconnected_parked_rank_gets_no_new_generation(node: Node) -> None:
     node.start(1, {0: ["park", "close"]})
     node.pump.until(lambda: node.workers.workers[0].state == "parked" and not node.workers.workers[0].listens)
     old = node.workers.workers[0].pid
@@ -137,7 +137,7 @@ def test_a_parked_rank_that_has_hung_up_is_not_given_another_leg(node: Node) -> 
     node.pump.until(lambda: not alive(old))
 
 
-def test_a_killed_rank_is_told_with_its_signal(node: Node) -> None:
+def test_a_killed_rank_is_reported_with_its_signal(node: Node) -> None:
     node.start(1, {0: [{"die": signal.SIGKILL}], 1: [{"exit": 3}]})
     node.pump.until(node.state("exited", "exited"))
     killed, ended = node.values("exited", 10), node.values("exited", 11)
@@ -145,7 +145,7 @@ def test_a_killed_rank_is_told_with_its_signal(node: Node) -> None:
     assert (ended["status"], ended["signalled"], ended["never_began"]) == (3, None, False)
 
 
-def test_last_words_are_heard_before_the_end(node: Node) -> None:
+def test_the_last_messages_are_received_before_the_exit(node: Node) -> None:
     node.start(1, {0: ["beat", {"finish": "done"}, {"exit": 0}]})
     node.pump.until(node.state("exited"))
     assert node.kinds(1, 10) == ["started", "beat", "finished", "exited"]
@@ -186,7 +186,7 @@ def test_what_was_said_of_an_earlier_generation_does_not_count(node: Node) -> No
 # -- the fork server
 
 
-def test_a_stop_before_there_is_a_rank_waits_for_nobody(gate: Path, node: Node) -> None:
+def test_a_stop_before_any_rank_exists_ends_at_once(gate: Path, node: Node) -> None:
     """Importing torch takes seconds. What was asked for meanwhile is called off, and the import goes on."""
     node.start(1, {0: ["beat"], 1: ["beat"]})
     node.workers.stop(1, 5.0, park=True)
@@ -254,7 +254,7 @@ def test_unimportable_module_is_reported_and_not_retried_forever(
     assert "as the test asked" in node.spec.fork_server_log.read_text()
 
 
-def test_no_memory_for_a_fork_server_is_a_failure_that_is_told(
+def test_a_fork_server_without_memory_is_reported_as_a_failure(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node.pump.until(lambda: node.workers.fork_server_ready)
@@ -277,7 +277,7 @@ def test_no_memory_for_a_fork_server_is_a_failure_that_is_told(
 
 
 @pytest.mark.parametrize("values", [{"forked": {"pid": 1}}, {"exited": 3}, {"started": {}}])
-def test_a_fork_server_that_talks_nonsense_is_replaced(node: Node, values: dict[str, Any]) -> None:
+def test_a_fork_server_with_a_protocol_error_is_replaced(node: Node, values: dict[str, Any]) -> None:
     node.pump.until(lambda: node.workers.fork_server_ready)
     channel = node.workers._fork_server_channel
     assert channel is not None
@@ -305,7 +305,7 @@ def test_a_fork_server_that_talks_nonsense_is_replaced(node: Node, values: dict[
     ],
     ids=json.dumps,
 )
-def test_a_rank_that_talks_nonsense_is_killed_and_nobody_else(node: Node, action: Any) -> None:
+def test_only_the_rank_with_a_protocol_error_is_killed(node: Node, action: Any) -> None:
     node.start(1, {0: [action], 1: ["beat"]})
     node.pump.until(lambda: node.workers.workers[1].step)
     node.pump.until(node.state("exited", "running"))
@@ -314,7 +314,7 @@ def test_a_rank_that_talks_nonsense_is_killed_and_nobody_else(node: Node, action
     assert values["signalled"] is None, "it counts as its own failure"
 
 
-def test_strangers_are_not_heard(node: Node) -> None:
+def test_unknown_connections_are_closed(node: Node) -> None:
     node.start(1, {0: ["beat"]})
     node.pump.until(lambda: node.workers.workers[0].step)
     worker = node.workers.workers[0]
@@ -357,7 +357,7 @@ def test_last_records_of_a_rank_are_delivered_before_its_exit(node: Node, last: 
     assert of_rank[-1][0] == "exited"
 
 
-def test_a_rank_that_records_nonsense_is_ended(node: Node) -> None:
+def test_a_rank_that_records_an_invalid_event_is_killed(node: Node) -> None:
     node.start(1, {0: [{"say": {"record": RECORD | {"time": "now"}}}]})
     node.pump.until(lambda: "exited" in node.kinds(1, 10))
     assert "record" not in node.kinds(1, 10)

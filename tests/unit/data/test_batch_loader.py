@@ -151,7 +151,7 @@ def test_nothing_is_read_after_the_last_step(store: TokenStore, monkeypatch: pyt
     assert sorted(steps) == [3, 4, 5, 6]
 
 
-def test_what_goes_wrong_ahead_is_told_when_its_step_comes(tmp_path: Path) -> None:
+def test_a_prefetch_error_is_raised_at_its_step(tmp_path: Path) -> None:
     with StoreWriter(tmp_path / "s", ByteTokenizer(), shard_tokens=1 << 20) as w:
         w.append(np.arange(40) % 250, np.array([0]))
         store = w.finish({})

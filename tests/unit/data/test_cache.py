@@ -83,7 +83,7 @@ def test_more_than_the_limit_at_once_is_not_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["flipped", "short", "empty", "folder"])
-def test_damage_in_the_cache_is_fetched_anew(tmp_path: Path, damage: str) -> None:
+def test_damaged_cached_data_is_fetched_again(tmp_path: Path, damage: str) -> None:
     source = Source(DiskCache(tmp_path, 10 * SIZE))
     source.get("a")
     path = tmp_path / "a"

@@ -150,7 +150,7 @@ def test_a_swapped_shard_is_damage(tmp_path: Path) -> None:
     assert fresh.read(800, 1).tolist() == [50]
 
 
-def test_damaged_hashes_are_not_believed(tmp_path: Path) -> None:
+def test_damaged_hashes_are_not_trusted(tmp_path: Path) -> None:
     write(tmp_path / "s")
     flip(tmp_path / "s/shard-00001.xxh3", 20)
     fresh = TokenStore.open(tmp_path / "s")
@@ -210,9 +210,7 @@ def test_a_store_without_chunk_hashes_gets_them_at_first_use(tmp_path: Path, dam
         assert len(list(kept.glob("*.xxh3"))) == 2
 
 
-def test_kept_hashes_are_used_and_not_believed_when_damaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kept_hashes_are_used_unless_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "s")
     forget_chunks(tmp_path / "s")
     kept = tmp_path / "kept"

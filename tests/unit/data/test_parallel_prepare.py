@@ -136,7 +136,7 @@ def test_blocks_are_the_same_when_read_from_the_middle(text: bytes, limit: int, 
 
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("workers", [1, 3])
-def test_problems_are_told_at_their_lines_whoever_finds_them(tmp_path: Path, workers: int) -> None:
+def test_problems_are_reported_at_their_lines_by_any_worker(tmp_path: Path, workers: int) -> None:
     rows = [json.dumps({"text": f"row {i}"}) for i in range(1, 200)]
     rows[4] = "?"
     rows[150] = '{"body": 1}'
@@ -287,7 +287,7 @@ def test_killed_worker_is_reported_and_next_attempt_completes(
 
     with monkeypatch.context() as dying:
         dying.setattr(pool._Worker, "give", give)
-        with pytest.raises(RunFailed, match="a process that tokenises was killed by SIGKILL") as e:
+        with pytest.raises(RunFailed, match="a tokeniser process was killed by SIGKILL") as e:
             prepare(corpus, "bytes", tmp_path / "out", workers=2)
     assert "run the same command again" in (e.value.hint or "")
     notes: list[str] = []

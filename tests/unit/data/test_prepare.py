@@ -79,7 +79,7 @@ def test_bytes_that_are_no_utf8_are_replaced_and_counted(tmp_path: Path) -> None
     assert store.manifest.source["files_with_replaced_characters"] == 2
 
 
-def test_byte_order_marks_are_no_text(tmp_path: Path) -> None:
+def test_byte_order_marks_are_not_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfhi")
     (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "there"}\r\n')
     assert documents(prepare([str(tmp_path)], "bytes", tmp_path / "out")) == ["hi", "there"]
@@ -371,7 +371,7 @@ def test_of_many_callers_one_prepares(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [documents(s) for s in stores] == [["text"]] * n
 
 
-def test_check_stores_says_everything(write_tokenizer: WriteTokenizer, tmp_path: Path) -> None:
+def test_check_stores_reports_everything(write_tokenizer: WriteTokenizer, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("twelve bytes")
     store = prepare([str(tmp_path / "a.txt")], "bytes", tmp_path / "store")
     fits = {"vocab_size": 257, "sequence_length": 4, "global_batch": 3, "tokenizer_spec": "bytes"}
@@ -394,7 +394,7 @@ def test_check_stores_says_everything(write_tokenizer: WriteTokenizer, tmp_path:
             check_stores([store], None, **{**fits, key: value})
 
 
-def test_check_validation_says_everything(write_tokenizer: WriteTokenizer, tmp_path: Path) -> None:
+def test_check_validation_reports_everything(write_tokenizer: WriteTokenizer, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("twelve bytes")
     store = prepare([str(tmp_path / "a.txt")], "bytes", tmp_path / "store")
     (tmp_path / "a.txt").write_text("other bytes!")

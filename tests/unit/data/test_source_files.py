@@ -473,7 +473,7 @@ def test_a_folder_with_nothing_but_binaries(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", ["fifo", "socket", "null", "zero", "loop"])
-def test_what_is_no_file_is_refused_without_waiting(tmp_path: Path, make: str) -> None:
+def test_what_is_not_a_file_is_refused_without_blocking(tmp_path: Path, make: str) -> None:
     path = tmp_path / "a.jsonl"
     if make == "fifo":
         os.mkfifo(path)
@@ -488,7 +488,7 @@ def test_what_is_no_file_is_refused_without_waiting(tmp_path: Path, make: str) -
         prepare([str(path)], "bytes", tmp_path / "out")
 
 
-def test_an_unreadable_file_in_a_folder_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_file_in_a_folder_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_text("text")
     (tmp_path / "in" / "b.txt").write_text("text")

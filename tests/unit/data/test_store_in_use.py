@@ -146,7 +146,7 @@ def test_store_opened_during_prepare_is_kept_and_work_is_reused(tmp_path: Path, 
     assert content(out) != before
 
 
-def test_one_that_is_being_replaced_is_waited_for_or_told(
+def test_a_store_being_replaced_is_waited_for_or_refused(
     tmp_path: Path, text: str, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(in_use, "_PATIENCE_S", 0.0)
@@ -163,7 +163,7 @@ def test_one_that_is_being_replaced_is_waited_for_or_told(
         store.hold()
 
 
-def test_a_store_that_nobody_may_write_to_can_be_held(out: Path) -> None:
+def test_a_read_only_store_can_be_held(out: Path) -> None:
     for path in (*out.iterdir(), out):
         path.chmod(0o555 if path.is_dir() else 0o444)
     (held,) = open_stores([str(out)], out, 1.0)

@@ -192,7 +192,7 @@ def test_damage_in_the_cache_is_fetched_again(remote: Path, monkeypatch: pytest.
     fresh.close()
 
 
-def test_an_incomplete_store_is_told_at_once(remote: Path) -> None:
+def test_an_incomplete_store_is_refused_at_once(remote: Path) -> None:
     (remote / "shard-00001.bin").unlink()
     os.truncate(remote / "shard-00003.idx", 8)
     with pytest.raises(InputError) as e:
@@ -202,7 +202,7 @@ def test_an_incomplete_store_is_told_at_once(remote: Path) -> None:
     assert "shard-00003.idx: error: truncated: 8 bytes, the manifest has" in text
 
 
-def test_what_is_no_store_and_what_is_too_old(remote: Path) -> None:
+def test_what_is_not_a_store_and_what_is_too_old(remote: Path) -> None:
     (remote.parent / "empty").mkdir()
     with pytest.raises(InputError, match=r"is not a token store: it has no manifest\.json") as e:
         stream(remote.parent / "empty")
@@ -232,7 +232,7 @@ def test_verify_reads_the_objects(remote: Path, monkeypatch: pytest.MonkeyPatch)
     assert problem.startswith("damaged: SHA-256")
 
 
-def test_a_service_that_does_not_answer_is_no_damage(remote: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_service_is_not_damage(remote: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = stream(remote)
 
     def read(*arguments: object) -> bytes:

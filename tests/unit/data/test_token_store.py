@@ -273,7 +273,7 @@ def test_replacing(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["s"]
 
 
-def test_force_never_replaces_what_is_no_store(tmp_path: Path) -> None:
+def test_force_never_replaces_what_is_not_a_store(tmp_path: Path) -> None:
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis/chapter.txt").write_text("years of work")
     with pytest.raises(InputError, match="not a token store; it is left unchanged"):

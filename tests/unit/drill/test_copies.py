@@ -14,7 +14,7 @@ from seatrial.base.errors import InputError
 from seatrial.drill.copies import LEAST_STEPS, Cadence
 
 
-def test_every_difference_is_told() -> None:
+def test_every_difference_is_reported() -> None:
     original = job()
     found = copy(original, spares=2)
     ours, theirs = (tomllib.loads(j.to_toml()) for j in (found.job, original))

@@ -33,7 +33,7 @@ def shard(values: torch.Tensor, grad: torch.Tensor | None = None) -> Any:
     return SimpleNamespace(local=values, grad=grad, counted=True)
 
 
-def test_it_fires_once_and_tells_when(fault: Planted) -> None:
+def test_a_fault_fires_once_and_records_when(fault: Planted) -> None:
     assert fault.fired() is None
     assert not worker._fires(fault, now(2))
     assert not worker._fires(fault, now(3, rank=0))

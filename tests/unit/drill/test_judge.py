@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from seatrial.drill.evidence import Evidence, Terms, read_evidence
+from seatrial.drill.evidence import Criteria, Evidence, read_evidence
 from seatrial.drill.expectation import Expectation
 from seatrial.drill.injection import Injection
 from seatrial.drill.judge import Judgement, judge, unjudged
@@ -61,8 +61,8 @@ class Story:
     ledger: list[LedgerRecord] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     injections: list[Injection] = field(default_factory=list)
-    terms: Terms = field(
-        default_factory=lambda: Terms(
+    criteria: Criteria = field(
+        default_factory=lambda: Criteria(
             STEPS, BATCH, 3, 4, {s: (loss(s), 2.0 / s) for s in range(1, STEPS + 1)}
         )
     )
@@ -108,7 +108,7 @@ class Story:
         return read_evidence(self.folder, self.injections, **(seen | self.more))
 
     def judged(self, expected: Expectation = RANK_KILLED) -> Judgement:
-        return judge(expected, self.evidence(), self.terms)
+        return judge(expected, self.evidence(), self.criteria)
 
 
 @pytest.fixture
@@ -233,7 +233,7 @@ def false_alarm(story: Story) -> None:
         (ledger_ends_early, "ledger", "ends with step 11"),
         (wrong_rank_named, "named", "rank 3 was expected to be named, but recovering names node 1 rank 2"),
         (wrong_node_named, "named", "node 0 rank 3"),
-        (nobody_named, "named", "names nobody"),
+        (nobody_named, "named", "names no node or rank"),
         (never_noticed, "detected", "no rank_failed or recovering event"),
         (noticed_before_it_happened, "no false alarm", "before the fault"),
         (another_world_goes_unnoticed, "weights", "1 of 40 tensors"),
@@ -261,12 +261,12 @@ def test_each_fault_of_the_run_is_found(
     assert says in found[check].text
 
 
-def test_a_line_that_is_no_record_fails(story: Story) -> None:
+def test_a_line_that_is_not_a_record_fails(story: Story) -> None:
     evidence = story.evidence()
     with open(story.folder.metrics, "a") as file:
         file.write("{oops}\n")
     again = read_evidence(story.folder, story.injections, exits=[0], left=[], weights=evidence.weights)
-    assert judge(RANK_KILLED, again, story.terms).verdict == "FAIL"
+    assert judge(RANK_KILLED, again, story.criteria).verdict == "FAIL"
 
 
 def test_a_node_that_must_go_and_stays(story: Story) -> None:

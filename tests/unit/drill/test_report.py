@@ -82,7 +82,7 @@ def test_the_document_holds_everything(drill: Drill) -> None:
     assert "seed 7" in text
 
 
-def test_the_run_itself_gets_a_copy_only_while_nobody_runs_it(drill: Drill) -> None:
+def test_the_run_gets_a_copy_only_while_it_is_not_running(drill: Drill) -> None:
     live = RunFolder(drill.runs / drill.job.name)
     live.control.mkdir(parents=True)
     live.plan_json.write_text("{}")

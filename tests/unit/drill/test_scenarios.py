@@ -58,7 +58,7 @@ def test_the_first_voyage_can_have_it(scenario) -> None:  # type: ignore[no-unty
     original = job()
     assert scenario.missing(original) is None
     found = copy(original, replicas=scenario.replicas, spares=scenario.spares).job
-    for fault in scenario.plants(found, PLAN):
+    for fault in scenario.planted(found, PLAN):
         assert fault.kind in _SEAMS
         assert 0 <= fault.rank < found.layout.world_size
         assert PLAN.cadence.snapshot < fault.step < PLAN.steps
@@ -109,6 +109,6 @@ def test_scenarios_are_chosen_by_name_in_the_order_given() -> None:
 
 
 def test_a_storm_follows_from_its_seed() -> None:
-    found = [storm.plants(job(), Plan(Cadence(16), 100, seed=seed)) for seed in (1, 1, 2)]
+    found = [storm.planted(job(), Plan(Cadence(16), 100, seed=seed)) for seed in (1, 1, 2)]
     assert found[0] == found[1] != found[2]
     assert len(found[0]) == 5

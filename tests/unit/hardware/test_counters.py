@@ -109,7 +109,7 @@ def test_several_counters_of_one_fault_are_one_finding() -> None:
     assert "rp_cnp_handled" in message
 
 
-def test_the_evidence_says_what_was_seen_and_what_could_not_be() -> None:
+def test_evidence_lists_observed_and_unobservable_counters() -> None:
     old = port()
     new = replace(
         old,

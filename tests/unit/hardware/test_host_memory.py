@@ -92,7 +92,7 @@ def test_version_one_nested_and_without_a_limit(tmp_path: Path) -> None:
     assert found.bytes == 24 * GIB
 
 
-def test_damaged_files_and_odd_names_are_no_limit(tmp_path: Path) -> None:
+def test_damaged_files_and_odd_names_set_no_limit(tmp_path: Path) -> None:
     name = b"gr\xff\xc3\xbcppe".decode("utf-8", "surrogateescape")
     found = host(
         tmp_path, {"proc/self/cgroup": "4:memory\nnonsense\n::\n0::/none", "sys/fs/cgroup/memory.max": "²"}

@@ -130,7 +130,7 @@ def test_without_evidence_the_choice_is_left_to_nccl(host: Host) -> None:
     host.port("mlx5_8", 0x60)
     away = rdma_ports(gpus_of(host), host.root)
     assert away.chosen == ()
-    assert "which are storage's is not known" in away.reason
+    assert "it is unknown which ports are for storage" in away.reason
     assert rdma_ports([], host.root).chosen == ()
     assert rdma_ports([Gpu("0", None, None, frozenset(), "")], host.root).chosen == ()
 
@@ -174,10 +174,10 @@ def test_a_quota_of_the_control_group_counts(tmp_path: Path) -> None:
     assert usable_cores(tmp_path) == 1
 
 
-def test_what_nccl_decides_itself_is_told_as_far_as_it_is_seen(host: Host) -> None:
+def test_facts_about_nccl_s_own_choices_are_reported(host: Host) -> None:
     direct, nvls = transport_facts(host.root)
-    assert "whether there is GPUDirect RDMA is not known" in direct
-    assert "whether there is NVLS is not known" in nvls
+    assert "it is unknown whether GPUDirect RDMA is available" in direct
+    assert "it is unknown whether NVLS is available" in nvls
     host.write("proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.1")
     host.write("proc/driver/nvidia-nvswitch/devices/0000:05:00.0/information", "")
     direct, nvls = transport_facts(host.root)

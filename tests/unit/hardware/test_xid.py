@@ -41,7 +41,7 @@ OFF_THE_BUS = "GPU has fallen off the bus."
         (f"[  9.100] NVRM: GPU 0000:3b:00.0: {OFF_THE_BUS}", "9.100"),
     ],
 )
-def test_every_prefix_tells_the_same(line: str, time: str | None) -> None:
+def test_every_prefix_is_parsed_alike(line: str, time: str | None) -> None:
     found = parse(line)
     assert found is not None
     assert (found.kind, found.code, found.pci, found.time) == ("xid", 79, "0000:3b:00", time)
@@ -159,7 +159,7 @@ def test_nvswitch() -> None:
         "oom_reaper: reaped process 345646 (vector), now anon-rss:0kB",
     ],
 )
-def test_other_lines_are_none_of_ours(line: str) -> None:
+def test_other_lines_are_not_driver_messages(line: str) -> None:
     assert parse(line) is None
 
 

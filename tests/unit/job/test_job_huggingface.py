@@ -163,7 +163,7 @@ def test_a_window_that_no_layer_uses_is_read() -> None:
     assert read(QWEN_25, use_sliding_window=True, max_window_layers=80) == model_presets()["qwen2.5-72b"]
 
 
-def test_all_reasons_are_told_at_once() -> None:
+def test_all_reasons_are_reported_at_once() -> None:
     with pytest.raises(InputError) as caught:
         read(LLAMA_31, mlp_bias=True, hidden_act="relu")
     assert len(caught.value.diagnostics) == 2

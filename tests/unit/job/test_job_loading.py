@@ -82,7 +82,7 @@ def test_byte_order_mark_and_windows_lines_are_read(tmp_path: Path) -> None:
         ("[parallel]\ntensor = 2\npipeline = 2\n", "", None, None, None),
     ],
 )  # fmt: skip
-def test_a_problem_is_told_in_words_at_its_place(
+def test_a_problem_is_reported_as_text_at_its_location(
     line: str, bad: str, line_column: tuple[int, int] | None, message: str | None, hint: str | None
 ) -> None:
     assert line in GOOD
@@ -108,7 +108,7 @@ def test_caret_covers_the_value() -> None:
     )
 
 
-def test_all_problems_are_told_at_once_in_order() -> None:
+def test_all_problems_are_reported_at_once_in_order() -> None:
     text = (
         GOOD.replace('preset = "qwen2.5-tiny"', 'preset = "qwen2.5-tiny"\nhiden_size = 3')
         .replace("steps = 200", "steps = 0", 1)
@@ -220,7 +220,7 @@ class TestOverrides:
         assert job.optimizer.decay == "constant"
         assert job.cluster.gpu == "300"
 
-    def test_the_last_one_wins(self) -> None:
+    def test_the_last_override_counts(self) -> None:
         assert load(GOOD, "train.steps=7", "train.steps=8").train.steps == 8
 
     def test_a_section_can_be_replaced(self) -> None:

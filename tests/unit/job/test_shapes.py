@@ -88,7 +88,7 @@ def test_a_job_at_a_shape_reads_as_a_job_file() -> None:
         assert (again.layout, again.microbatches) == (small.layout, small.microbatches)
 
 
-def test_another_pipeline_is_no_shape_of_the_job() -> None:
+def test_another_pipeline_is_not_a_shape_of_the_job() -> None:
     job = load()
     with pytest.raises(AssertionError, match="is no shape of"):
         at_shape(job, Layout(pipeline=1, shard=4, tensor=2))

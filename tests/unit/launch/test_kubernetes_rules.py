@@ -42,7 +42,7 @@ def test_the_job_as_written_into_the_run_folder_is_the_same(name: str) -> None:
     assert again.file.kubernetes == job.file.kubernetes
 
 
-def test_everything_that_is_missing_is_told_at_once() -> None:
+def test_everything_that_is_missing_is_reported_at_once() -> None:
     for section in ("", "[kubernetes]\n"):
         said = [d.message for d in refused(kubernetes_job(FIRST, section))]
         needed = ("image", "volume_claim", "mount")
@@ -97,7 +97,7 @@ def test_values_the_api_or_pods_would_reject_are_located(line: str, message: str
 
 def test_too_many_pods() -> None:
     (found,) = refused(kubernetes_job(FIRST, NEEDED, ("cluster.spares=99999",)))
-    assert found.message == "100,001 pods, and an Indexed Job has at most 100,000"
+    assert found.message == "100,001 pods, but an Indexed Job has at most 100,000"
 
 
 @pytest.mark.parametrize("where", ["/tmp/x", "/read/x", "/fasting"])

@@ -116,7 +116,7 @@ def test_the_identity_of_a_task() -> None:
         launcher.identity({"SLURM_JOB_ID": "17"})
 
 
-def test_every_mistake_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_mistakes_are_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(InputError) as caught:
         SlurmLauncher().check(

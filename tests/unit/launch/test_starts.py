@@ -241,7 +241,7 @@ class Unreachable:
         raise InputError("host n3 does not see the run folder")
 
 
-def test_a_launch_that_is_refused_is_told_in_the_run_folder(
+def test_a_refused_launch_is_recorded_in_the_run_folder(
     queue: type[Queue], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("seatrial.launch.session.launcher_for", lambda job: Unreachable())
@@ -276,7 +276,7 @@ def test_detached_fresh_start_is_recognised_as_a_new_launch(
     assert os.waitpid(int(told[1]), 0)[1] == 0
 
 
-def test_a_queue_that_does_not_answer_says_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_queue_that_does_not_answer_is_unknown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     found = SlurmLauncher().status("17")
     assert found.state == "unknown"

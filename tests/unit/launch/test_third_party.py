@@ -78,7 +78,9 @@ def test_an_installed_package_adds_a_launcher(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_class_that_is_no_launcher_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_class_that_is_not_a_launcher_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "site" / "seatrial_lsf.py").write_text("class LsfLauncher:\n    name = 'lsf'\n")
     sys.modules.pop("seatrial_lsf", None)
     assert main(["init", "--preset", "first-voyage"]) == 0

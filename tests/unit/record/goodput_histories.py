@@ -107,7 +107,7 @@ class Story:
 
     def record(self, step: int, seconds: float) -> None:
         late = self.random.uniform(0, 1e-3)  # the record is made a little after the step
-        self.log.take(
+        self.log.add(
             MetricsRecord(
                 step,
                 step,

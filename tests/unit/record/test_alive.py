@@ -36,7 +36,7 @@ WHOLE = asdict(Beat(2, 0, "10.0.0.1", 1000, 1e9, 7))
     "wrong",
     [{}, {"term": 0}, {"term": True}, {"port": 1 << 16}, {"count": "x"}, {"node": None}, {"time": "x"}],
 )
-def test_a_damaged_one_is_none(tmp_path: Path, wrong: dict[str, object]) -> None:
+def test_a_damaged_file_is_none(tmp_path: Path, wrong: dict[str, object]) -> None:
     folder = RunFolder(tmp_path)
     folder.control.mkdir()
     folder.lease_json.write_text(json.dumps(WHOLE | wrong))

@@ -108,7 +108,7 @@ def test_any_order_of_steps(order: list[Any], again: int) -> None:
         assert expanded(folder, len(order)) == order
 
 
-def test_a_line_of_a_step_that_its_rhythm_says_is_otherwise(folder: RunFolder) -> None:
+def test_a_line_at_a_step_that_is_an_exception_of_its_period(folder: RunFolder) -> None:
     a, b = SAVING, USUAL
     order = [a, b, a, a, a, b, a, b, b, a]
     write(folder, 0, list(enumerate(order, 1)))

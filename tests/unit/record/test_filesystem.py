@@ -53,7 +53,7 @@ def test_a_local_folder_does_all_of_it_and_nothing_stays(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_slowest_rename_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_slowest_rename_is_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rename, waits = Path.rename, [0.0, 0.0, 0.2, 0.0, 0.0]
 
     def slow(source: Path, target: Path) -> Path:
@@ -67,7 +67,7 @@ def test_the_slowest_rename_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_too_little_space(tmp_path: Path) -> None:
     (told,) = problems(tmp_path, 1 << 60)
-    assert "GiB free, and the run needs 1" in told
+    assert "GiB free, but the run needs 1" in told
 
 
 def test_a_read_only_one(mount: Mount) -> None:
@@ -88,7 +88,7 @@ def test_a_full_one(mount: Mount) -> None:
             os.write(fd, bytes(4096))
     os.close(fd)
     told = problems(place, 4096)
-    assert told[0] == f"{place} has 0 B free, and the run needs 4.00 KiB"
+    assert told[0] == f"{place} has 0 B free, but the run needs 4.00 KiB"
     assert (
         f"the file system of {place} does not replace a file by another, durably (fsync, rename): No space left on device"
         in told

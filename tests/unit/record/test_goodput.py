@@ -125,7 +125,7 @@ def test_a_coordinator_with_another_clock(folder: RunFolder, offset: float) -> N
     assert all(seconds >= 0 for seconds in found.seconds.values())
 
 
-def test_nothing_recorded_is_no_time_and_no_ratio(folder: RunFolder) -> None:
+def test_without_records_there_is_no_time_and_no_ratio(folder: RunFolder) -> None:
     found = goodput(read_view(folder), BEGIN)
     assert (found.wall_s, found.ettr, found.mtbf.mean_s, found.mtbf.low_s) == (0.0, None, None, None)
     assert set(found.seconds.values()) == {0.0}

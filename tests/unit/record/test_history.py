@@ -17,7 +17,7 @@ from run_histories import BATCH, HISTORIES, Run
 from seatrial.record import events
 from seatrial.record import view as view_module
 from seatrial.record.folder import RunFolder
-from seatrial.record.history import History, LedgerBook, Pace
+from seatrial.record.history import History, LedgerSummary, Pace
 from seatrial.record.jsonl import encode
 from seatrial.record.ledger import LedgerRecord, ledger_gaps
 from seatrial.record.metrics import MetricsRecord, current_history
@@ -38,12 +38,12 @@ def record(step: int, generation: int = 1, seconds: float = 1.0) -> MetricsRecor
 def test_validation_losses_of_the_steps_that_led_here() -> None:
     history = History()
     for each in (record(1), replace(record(2), validation_loss=3.0), record(3)):
-        history.take(each)
-    history.take(replace(record(4), validation_loss=float("nan")))
-    history.take(record(2, 2))  # done again, before its validation
+        history.add(each)
+    history.add(replace(record(4), validation_loss=float("nan")))
+    history.add(record(2, 2))  # done again, before its validation
     assert history.validation == []
-    history.take(replace(record(2, 2), validation_loss=2.5, validation_time_s=0.5))
-    history.take(replace(record(4, 2), validation_loss=2.25))
+    history.add(replace(record(2, 2), validation_loss=2.5, validation_time_s=0.5))
+    history.add(replace(record(4, 2), validation_loss=2.25))
     assert history.validation == [(2, 2.5), (4, 2.25)]
     assert list(history.column("loss")) == [5.0, 2.5, 1.25], "one of each step"
 
@@ -60,7 +60,7 @@ def test_history_is_what_reading_all_of_it_gives(generations: list[tuple[int, in
         for _ in range(steps):
             step += 1
             written.append(record(step, generation))
-            history.take(written[-1])
+            history.add(written[-1])
     last = {r.step: r for r in written}
     wanted = current_history(last.values())
     assert list(zip(history.steps, history.generations, strict=True)) == [
@@ -76,20 +76,20 @@ def test_history_is_what_reading_all_of_it_gives(generations: list[tuple[int, in
 def test_a_rollback_takes_back_what_was_done() -> None:
     history = History()
     for step in (1, 2, 3, 4, 5, 3):
-        history.take(record(step))
+        history.add(record(step))
     assert history.steps == [1, 2, 3]
-    history.take(record(4, 2))
-    history.take(record(5, 1))  # written late, by a generation that was given up
+    history.add(record(4, 2))
+    history.add(record(5, 1))  # written late, by a generation that was given up
     assert (history.steps, history.generations) == ([1, 2, 3, 4], [1, 1, 1, 2])
 
 
 # -- the ledger
 
 
-def book_of(ledger: list[LedgerRecord]) -> LedgerBook:
-    book = LedgerBook()
+def book_of(ledger: list[LedgerRecord]) -> LedgerSummary:
+    book = LedgerSummary()
     for line in ledger:
-        book.take(line)
+        book.add(line)
     return book
 
 
@@ -138,7 +138,7 @@ def etas(seconds: list[float], generations: list[int] | None = None, total: int 
     for step, (s, generation) in enumerate(
         zip(seconds, generations or [1] * len(seconds), strict=True), start=1
     ):
-        pace.take(generation, s)
+        pace.add(generation, s)
         eta = pace.eta_s(total - step)
         told += [] if eta is None else [eta]
     return told
@@ -189,10 +189,10 @@ def test_the_eta_follows_a_lasting_change() -> None:
 def test_nothing_is_said_where_nothing_is_known() -> None:
     pace = Pace()
     assert pace.eta_s(10) is None
-    pace.take(1, 57.0)
+    pace.add(1, 57.0)
     assert pace.eta_s(10) is None, "a first step tells nothing of those that follow"
-    pace.take(1, 2.0)
-    pace.take(1, float("nan"))
+    pace.add(1, 2.0)
+    pace.add(1, float("nan"))
     assert (pace.eta_s(10), pace.eta_s(-3)) == (20.0, 0.0)
     assert pace.eta_s(10, since=2) is None, "another start may be on another machine"
 
@@ -317,7 +317,7 @@ def test_a_poll_reads_only_what_is_new(folder: RunFolder, monkeypatch: pytest.Mo
     assert sum(counts) == 10 + 10
 
 
-def test_another_file_in_its_place_begins_everything_anew(folder: RunFolder) -> None:
+def test_a_replaced_file_is_read_from_the_start(folder: RunFolder) -> None:
     for path, data in write(folder, Run().play([("train", 9)])).items():
         path.write_bytes(data)
     shown: list[object] = []

@@ -44,7 +44,7 @@ def test_non_finite_floats_are_strict_json(tmp_path: Path) -> None:
     }
 
 
-def test_a_lone_surrogate_costs_nothing(tmp_path: Path) -> None:
+def test_a_lone_surrogate_loses_no_record(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     jsonl.append_line(path, {"m": "bad \udcff name"})
     assert jsonl.read(path) == ([{"m": "bad \udcff name"}], [])
@@ -267,7 +267,7 @@ def test_a_tail_takes_a_long_file_in_parts(tmp_path: Path, monkeypatch: pytest.M
     assert (list(tail.parts()), tail.problems) == ([], [])
 
 
-def test_the_rest_of_a_file_that_nobody_writes_to_counts_once(tmp_path: Path) -> None:
+def test_the_rest_of_a_file_without_a_writer_counts_once(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     assert jsonl.Tail(path).rest() == []
     path.write_bytes(b'{"a":1}\n{"a":2}')
@@ -285,7 +285,7 @@ def test_the_rest_of_a_file_that_nobody_writes_to_counts_once(tmp_path: Path) ->
     assert tail.poll_numbered() == [(5, {"a": 5})]
 
 
-def test_a_tail_of_something_unreadable_tells_once(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_reported_once_by_tail(tmp_path: Path) -> None:
     tail = jsonl.Tail(tmp_path)
     assert (tail.poll(), tail.poll()) == ([], [])
     assert [p.message for p in tail.problems] == ["cannot be read (is a folder, not a regular file)"]

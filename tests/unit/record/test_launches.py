@@ -70,7 +70,7 @@ def test_the_event_of_a_failure() -> None:
     ]
 
 
-def test_no_file_is_no_outcome(folder: RunFolder) -> None:
+def test_a_missing_file_is_no_outcome(folder: RunFolder) -> None:
     assert read_outcome(folder, 1) is None
     folder.outcome_json.touch()
     assert read_outcome(folder, 1) is None

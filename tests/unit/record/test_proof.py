@@ -151,12 +151,12 @@ def test_every_changed_line_is_found(history: list[tuple[Any, ...]], how: str, d
         ),
         (
             [line(1), LedgerRecord(2, 5, 9, 1), line(3)],
-            ["ledger.jsonl:2: step 2 has the samples 5 to 8, its own are 4 to 7"],
+            ["ledger.jsonl:2: step 2 has the samples 5 to 8 instead of 4 to 7"],
         ),
         # A damaged number spoils its own line, and no other.
         (
             [line(1), replace(line(2), step=10**12), line(3), line(4)],
-            ["ledger.jsonl:2: step 1000000000000 has the samples 4 to 7, its own are 3999999999996 to 3999999999999"],
+            ["ledger.jsonl:2: step 1000000000000 has the samples 4 to 7 instead of 3999999999996 to 3999999999999"],
         ),
         (
             [line(1), line(2, 0)],
@@ -219,7 +219,7 @@ def test_lost_first_line_is_found_when_the_step_was_repeated() -> None:
     ]
 
 
-def test_a_step_left_out_is_no_sample_seen() -> None:
+def test_a_skipped_step_has_seen_no_samples() -> None:
     ledger = [*lines(1, 1, 5), line(5, skipped=True), *lines(1, 6, 8), *lines(2, 7, 10)]
     proof = judge(ledger, Evidence(skipped=frozenset({(1, 5)})))
     assert (proof.verdict, proof.steps, proof.skipped, proof.redone) == ("proven", 10, [5], 2)

@@ -116,7 +116,7 @@ def test_generation_grows(tmp_path: Path, make_job: MakeJob) -> None:
 
 
 @pytest.mark.cluster  # slow
-def test_second_start_is_told_who_holds_the_run(tmp_path: Path, make_job: MakeJob) -> None:
+def test_second_start_reports_which_process_holds_the_run(tmp_path: Path, make_job: MakeJob) -> None:
     with open_run(make_job(), tmp_path) as run:
         before = snapshot(run.folder.path)
         for fresh in (False, True):
@@ -164,7 +164,7 @@ def test_other_job_is_refused_with_every_difference(tmp_path: Path, make_job: Ma
         assert run.generation == 2
 
 
-def test_changes_that_may_be_made_are_told(tmp_path: Path, make_job: MakeJob) -> None:
+def test_allowed_changes_are_reported(tmp_path: Path, make_job: MakeJob) -> None:
     with open_run(make_job(), tmp_path):
         pass
     with open_run(make_job("train.steps=70", "checkpoint.keep=9"), tmp_path) as run:

@@ -46,6 +46,6 @@ def test_an_outcome_of_this_start_ends_it(folder: RunFolder, launch: Launch) -> 
     assert running(folder) is None
 
 
-def test_a_damaged_record_is_nobody(folder: RunFolder, launch: Launch) -> None:
+def test_a_damaged_record_is_not_a_running_process(folder: RunFolder, launch: Launch) -> None:
     folder.launch_json.write_text("{")
     assert running(folder) is None

@@ -152,9 +152,7 @@ def write(folder: RunFolder, kinds: list[tuple[str, Any]], reason: str) -> None:
 
 
 @pytest.mark.parametrize("row", range(len(TABLE) - 1))
-def test_without_any_row_a_case_would_be_told_otherwise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: int
-) -> None:
+def test_every_row_of_the_table_matters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: int) -> None:
     monkeypatch.setattr(states, "TABLE", TABLE[:row] + TABLE[row + 1 :])
     wrong = []
     for name, kinds, is_held, state, reason in CASES:

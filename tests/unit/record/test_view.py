@@ -97,7 +97,7 @@ def test_a_start_that_had_nothing_to_do_changes_nothing(folder: RunFolder, chang
     assert (view.state, view.generation) == ("finished", 1)
 
 
-def test_what_the_launcher_told_of_a_killed_rank(folder: RunFolder) -> None:
+def test_a_killed_rank_as_recorded_by_the_launcher(folder: RunFolder) -> None:
     data = {
         "node": 0,
         "rank": 3,
@@ -189,7 +189,7 @@ def test_failure_is_completed_from_what_the_rank_wrote(folder: RunFolder) -> Non
     assert failure(folder) == ("ValueError: x", 1, 5, "Trace", str(log), "do")
 
 
-def test_first_failed_rank_where_nobody_could_say_more(folder: RunFolder) -> None:
+def test_first_failed_rank_if_no_outcome_was_recorded(folder: RunFolder) -> None:
     happened(folder, "rank_failed", severity="error", node=1, rank=4)
     happened(folder, "rank_failed", severity="error", node=0, rank=0)
     assert failure(folder) == ("rank_failed it was", 1, 4, "", "", "")

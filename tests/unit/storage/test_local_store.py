@@ -73,7 +73,7 @@ def test_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ["", "file://", "gs://bucket/x", "http://host/bucket", "s3://", "s3:///x", "s3://Bucket/x", "s3://b",
      "s3://bucket/a//b", "s3://bucket/../x", "s3://bucket//"],
 )  # fmt: skip
-def test_what_is_no_address_is_said_with_a_hint(url: str) -> None:
+def test_an_invalid_address_is_refused_with_a_hint(url: str) -> None:
     with pytest.raises(InputError) as caught:
         open_store(url)
     assert caught.value.diagnostics[0].hint
@@ -157,7 +157,7 @@ def test_of_many_who_write_if_absent_exactly_one_succeeds(store: LocalStore) -> 
     assert len(store.names()) == rounds
 
 
-def test_writing_beside_somebody_who_removes_empty_folders(store: LocalStore) -> None:
+def test_writing_while_another_process_removes_empty_folders(store: LocalStore) -> None:
     def remove() -> int:
         for i in range(400):
             store.remove([f"a/b/{i}"])

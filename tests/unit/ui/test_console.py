@@ -132,7 +132,7 @@ def test_only_its_own_generation(folder: RunFolder) -> None:
     assert [line[:12] for line in out.getvalue().splitlines()] == ["step   3/200"]
 
 
-def test_damaged_lines_are_told_once(folder: RunFolder) -> None:
+def test_damaged_lines_are_reported_once(folder: RunFolder) -> None:
     out = io.StringIO()
     view = console(folder, out)
     folder.metrics.write_bytes(b'\xff\n{"step": 1}\n')
@@ -147,7 +147,7 @@ def test_damaged_lines_are_told_once(folder: RunFolder) -> None:
 
 
 @pytest.mark.parametrize("why", ["plain", "NO_COLOR", "dumb"])
-def test_a_terminal_that_wants_plain_lines(
+def test_plain_lines_on_a_terminal(
     folder: RunFolder, terminal: Terminal, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     if why == "NO_COLOR":
@@ -197,7 +197,7 @@ def test_header(folder: RunFolder, tmp_path: Path) -> None:
         device="cpu",
         device_reason="no CUDA device here",
         data_summary="builtin:python-library, 9.9M tokens",
-        notes=["moved the old run aside: a is now b"],
+        notes=["renamed the old run: a is now b"],
         resume_step=50,
     )
     text = out.getvalue()
@@ -211,7 +211,7 @@ def test_header(folder: RunFolder, tmp_path: Path) -> None:
         f"every {job.checkpoint.every_steps} steps",
         str(folder.path),
         "resumes, newest checkpoint step 50, generation 3",
-        "moved the old run aside: a is now b",
+        "renamed the old run: a is now b",
     ):
         assert piece in text
     assert all(len(line) <= 80 for line in text.splitlines() if str(folder.path) not in line)

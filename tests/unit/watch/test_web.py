@@ -30,9 +30,9 @@ from seatrial.watch.web import heat
 from seatrial.watch.web.access import COOKIE, Access, answers_to, make_token
 from seatrial.watch.web.app import Static, application
 from seatrial.watch.web.feed import Feed, encode
-from seatrial.watch.web.moment import MomentReader
 from seatrial.watch.web.now import now
 from seatrial.watch.web.pages import PAGES
+from seatrial.watch.web.polled_run import PolledRunReader
 from seatrial.watch.web.runs import Runs
 
 SCRIPT = "<script>alert(1)</script>"
@@ -204,8 +204,8 @@ def test_paths_cannot_escape_the_run_folder(client: TestClient, run: RunFolder, 
 
 
 def test_the_first_screen(client: TestClient, run: RunFolder) -> None:
-    moment = MomentReader(run).poll()
-    document = json.loads(encode(now(moment)))
+    polled = PolledRunReader(run).poll()
+    document = json.loads(encode(now(polled)))
     assert list(document)[1:8] == ["state", "moving", "attention", "lost", "reserve", "checkpoint", "heat"]
     (item,) = document["attention"]
     assert (item["node"], item["rank"], item["what"]) == (5, 2, "rank 2 failed")
@@ -330,9 +330,9 @@ def test_a_damaged_folder_is_still_shown(tmp_path: Path) -> None:
         for _ in range(chance.randint(1, 2)):
             there = [p for p in files if p.is_file() and p.stat().st_size < 1 << 20]
             damage(chance.choice(there), chance)
-        moment = MomentReader(RunFolder(path)).poll()
-        documents = [now(moment), *(make(moment) for make in PAGES.values())]
-        documents += [heat.heat(moment, metric["id"]) for metric in heat.metrics(moment)]
+        polled = PolledRunReader(RunFolder(path)).poll()
+        documents = [now(polled), *(make(polled) for make in PAGES.values())]
+        documents += [heat.heat(polled, metric["id"]) for metric in heat.metrics(polled)]
         missing = [line for document in documents for line in document.get("missing", ())]
         noticed += len(missing) > 3
         assert all(json.loads(encode(document)) for document in documents), number
@@ -352,13 +352,13 @@ def test_an_open_alert_needs_attention(tmp_path: Path) -> None:
         "command": "drain 5",
     }
     for state in ("firing", "resolved"):
-        moment = MomentReader(folder).poll()
-        moment.view.state = "running"
-        assert [item["what"] for item in now(moment)["attention"]] == (
+        polled = PolledRunReader(folder).poll()
+        polled.view.state = "running"
+        assert [item["what"] for item in now(polled)["attention"]] == (
             [] if state == "firing" else ["GPU is hot"]
         )
         events.append(
             folder, "alert", "GPU is hot", severity="warning", generation=1, data={**alert, "state": state}
         )
-    assert "celsius 91.5" in str(now(moment)["attention"])
-    assert now(MomentReader(folder).poll())["attention"][0]["what"].startswith("stopped")
+    assert "celsius 91.5" in str(now(polled)["attention"])
+    assert now(PolledRunReader(folder).poll())["attention"][0]["what"].startswith("stopped")

@@ -145,7 +145,7 @@ def _name(case: Case, leaf: int) -> tuple[str | None, int | None]:
 
 def _leaf(case: Case, leaf: int, share: float, why: str, instead: tuple[str, ...] = ()) -> Blame:
     name, rail = _name(case, leaf)
-    verdict: Verdict = "FAIL" if share < case.layout.terms.broken else "WARN"
+    verdict: Verdict = "FAIL" if share < case.layout.thresholds.broken else "WARN"
     return Blame("leaf", rail=rail, leaf=name, verdict=verdict, why=(why,), instead=instead)
 
 
@@ -237,7 +237,7 @@ def _ports(case: Case) -> Iterator[Blame]:
             else f"no data gets through it, tried {times} times with good partners"
         )
         why[int(node), int(rail)].append(text)
-        verdicts[int(node), int(rail)] = "FAIL" if share < case.layout.terms.broken else "WARN"
+        verdicts[int(node), int(rail)] = "FAIL" if share < case.layout.thresholds.broken else "WARN"
     down = _down(case)
     for finding in case.findings:
         where = (place.get(finding.target.node or ""), rails.get(finding.target.port or ""))
@@ -289,5 +289,5 @@ def suspects(layout: Layout, state: State, alive: Bools) -> tuple[Bools, Bools]:
     ports = layout.usable & alive[:, None] & ~state.good & (state.proof < state.needed)
     nodes = alive & ~layout.excused & ~state.together & (state.together_proof < state.needed)
     # A node with bad rails needs no further evidence.
-    bad = layout.usable & ~state.good & (state.share < layout.terms.suspect)
+    bad = layout.usable & ~state.good & (state.share < layout.thresholds.suspect)
     return ports, nodes & ~bad.any(axis=1)

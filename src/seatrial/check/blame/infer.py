@@ -3,7 +3,7 @@
 The reasoning rests on one fact: interference only ever makes a flow slower. So one good reading clears everything on
 its path, and a slow one accuses all of it. A port is found guilty by slow readings with partners that other readings
 have cleared: by at least three, and by as many as needed to rule out that disturbed flows meet in one port by chance
-(`Ledger._needed`); how often flows are disturbed is measured between good ends. A leaf switch is found guilty if at
+(`PairRounds._needed`); how often flows are disturbed is measured between good ends. A leaf switch is found guilty if at
 least three quarters of its ports (at least three ports) never had a good reading; its ports are then judged by what the
 others below it reach. Uplinks are found guilty if traffic within the leaf is good and at least three quarters of the
 traffic that leaves it is slow while all nodes send.
@@ -28,7 +28,7 @@ _UPPER = 75  # percentile: the usual value if a minority is worse
 
 
 @dataclass(frozen=True)
-class Terms:
+class Thresholds:
     """Thresholds for a reading of a pair.
 
     Between ports of a fabric 92 and 80 % of their rate. Hosts that share one machine's processors vary more and get
@@ -64,7 +64,7 @@ class Layout:
     excused: Bools  # (N,), nodes whose slow collectives are explained by their own findings
     gpus: int
     rate_gbit_s: float | None
-    terms: Terms = Terms()
+    thresholds: Thresholds = Thresholds()
 
 
 @dataclass
@@ -89,7 +89,7 @@ class State:
 
 
 @dataclass
-class Ledger:
+class PairRounds:
     """All rounds so far."""
 
     layout: Layout
@@ -102,11 +102,11 @@ class Ledger:
         assert readings.busbw.shape == (shape[0],), "an all-reduce for every pair"
         self.rounds.append((round_, readings))
 
-    def met(self) -> set[tuple[int, int]]:
+    def measured(self) -> set[tuple[int, int]]:
         """The pairs measured so far."""
         return {(int(a), int(b)) for r, _ in self.rounds for a, b in r.pairs}
 
-    def nothing(self) -> State:
+    def initial(self) -> State:
         """The state if no pair was measured."""
         shape = self.layout.leaves.shape
         never = np.zeros(shape, dtype=np.int64)
@@ -126,7 +126,7 @@ class Ledger:
     def state(self) -> State:
         """The state that follows from all rounds together."""
         a, b, share, loaded, rate = self._columns()
-        suspect = self.layout.terms.suspect
+        suspect = self.layout.thresholds.suspect
         leaves, usable = self.layout.leaves, self.layout.usable
         rails = np.arange(leaves.shape[1])
         best, count = np.full(leaves.shape, np.nan), np.zeros(leaves.shape, dtype=np.int64)
@@ -208,7 +208,7 @@ class Ledger:
         tested = usable & (count >= _READ)
         size = leaves.max(initial=0) + 1
         of = np.bincount(leaves[tested], minlength=size)
-        never = np.bincount(leaves[tested & (best < self.layout.terms.suspect)], minlength=size)
+        never = np.bincount(leaves[tested & (best < self.layout.thresholds.suspect)], minlength=size)
         found = {}
         for leaf in np.flatnonzero((never >= FEWEST) & (never >= MOST * np.maximum(of, 1))):
             found[int(leaf)] = float(np.percentile(best[tested & (leaves == leaf)], _UPPER))
@@ -263,7 +263,7 @@ class Ledger:
         excused = self.layout.excused[pairs].any(axis=1)
         # What pairs with good rails reach is what their NVLinks allow.
         clear = np.zeros(len(pairs), dtype=bool)
-        clear[some] = slowest >= self.layout.terms.suspect
+        clear[some] = slowest >= self.layout.thresholds.suspect
         measured = ~excused & ~np.isnan(busbw)
         inside = busbw[measured & clear] if (measured & clear).any() else busbw[measured]
         # With few pairs half may be slow, and none is ever too fast.

@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from seatrial.check.blame.blame import Blame, Case, blame, excused, suspects
-from seatrial.check.blame.infer import Layout, Ledger, Readings, State, Terms, nic_bound
+from seatrial.check.blame.infer import Layout, PairRounds, Readings, State, Thresholds, nic_bound
 from seatrial.check.blame.nodes import (
     SUSPECT,
     Bools,
@@ -42,12 +42,12 @@ from seatrial.check.outputs.topology import Topology, judge_topology
 
 # Times that a doubtful node measures again, and as many times more if doubts remain; the median counts.
 _AGAIN = 2
-_STRIKES = 2  # consecutive times that a node must fail to answer before it counts as dead
+_MISSES = 2  # consecutive times that a node must fail to answer before it counts as dead
 _LOADED = 3  # maximum number of rounds between leaves
 _FEW = 4  # up to this many nodes all pairs are measured: with fewer pairs one end could be in all of them
 _TRIES = 3  # for groups of one size
-_PATIENCE = 8  # more rounds of pairs if hosts share a machine: a busy one disturbs many flows
-_USUAL = Terms()
+_EXTRA_ROUNDS = 8  # more rounds of pairs if hosts share a machine: a busy one disturbs many flows
+_USUAL = Thresholds()
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def localise(
     topology: Topology | None = None,
     rate_gbit_s: float | None = None,
     *,
-    terms: Terms = _USUAL,
+    thresholds: Thresholds = _USUAL,
     stages: Sequence[str] = ("node", "pair", "all"),
 ) -> Report:
     """Check the nodes `names` on `bench`. `rate_gbit_s` is the nominal rate of the fabric's ports; None if unknown.
@@ -122,16 +122,16 @@ def localise(
     `stages` without "pair" and "all" measures no pairs, without "all" no groups. The node stage always runs, for the
     nodes' inventory; without "node" its measurements are not judged.
     """
-    return _Trial(bench, names, topology, rate_gbit_s, terms, frozenset(stages)).run()
+    return _Check(bench, names, topology, rate_gbit_s, thresholds, frozenset(stages)).run()
 
 
 @dataclass
-class _Trial:
+class _Check:
     bench: Bench
     names: Sequence[str]
     topology: Topology | None
     rate: float | None
-    terms: Terms
+    thresholds: Thresholds
     stages: frozenset[str]
     asked: int = 0
     group_rounds: int = 0
@@ -141,26 +141,26 @@ class _Trial:
         self._node_stage()
         if self.stages & {"pair", "all"}:
             self._pair_stage()
-        state = self.ledger.state() if self.ledger.rounds else None
+        state = self.rounds.state() if self.rounds.rounds else None
         unsettled = self._unsettled(state) if state else []
         if state and "all" in self.stages:
             self._group_stage(state, self._blames(state))
         # Nodes may have died since they last answered.
-        for _ in range(_STRIKES):
+        for _ in range(_MISSES):
             living = np.flatnonzero(self.alive)
             answered = np.ones(len(self.names), dtype=bool)
             answered[living] = self.bench.answer(living)
-            self._hear(answered, living[~answered[living]])
+            self._record_answers(answered, living[~answered[living]])
         # Also without pairs: nodes that do not answer, and the nodes' own findings.
-        state = state or self.ledger.nothing()
+        state = state or self.rounds.initial()
         blames = self._blames(state)
         self.findings += [b.finding() for b in blames]
         return Report(
             tuple(self.findings),
             tuple(blames),
-            Rounds(self.asked, len(self.ledger.rounds), self.group_rounds),
+            Rounds(self.asked, len(self.rounds.rounds), self.group_rounds),
             tuple(unsettled),
-            self._case(state) if self.ledger.rounds else None,
+            self._case(state) if self.rounds.rounds else None,
         )
 
     # -- nodes
@@ -187,77 +187,79 @@ class _Trial:
         if self.topology is not None and self.topology.links:
             self.findings += judge_topology(self.topology)
         self.alive = self.stage.answered.copy()
-        self.strikes = np.zeros(len(self.names), dtype=np.int64)
+        self.misses = np.zeros(len(self.names), dtype=np.int64)
         leaves, self.leaf_names = _number(self.topology, self.names, self.stage.devices)
         able = np.ones(len(self.names), dtype=bool) if self.stage.able is None else self.stage.able
         usable = self.stage.port_up & (self.alive & able)[:, None]
         excuses = excused(self.stage, self.findings)
-        if self.terms.shared:
+        if self.thresholds.shared:
             excuses[:] = True
         ranks = max(1, len(self.stage.slots))
         self.able = able
-        self.layout = Layout(leaves, usable, excuses, ranks, self.rate, self.terms)
+        self.layout = Layout(leaves, usable, excuses, ranks, self.rate, self.thresholds)
         self.whole: Bools = np.logical_and(self.stage.present.all(axis=1), able)
         self.blocks = blocks_of(leaves)
-        self.ledger = Ledger(self.layout)
+        self.rounds = PairRounds(self.layout)
 
     # -- pairs
 
     def _pair_stage(self) -> None:
-        if self._players().size < 2:
+        if self._measurable().size < 2:
             return
-        self._play("neighbours", neighbours(self.blocks, self._players()), loaded=False)
-        for turn in range(_LOADED):
-            living = self._players()
+        self._measure_pairs("neighbours", neighbours(self.blocks, self._measurable()), loaded=False)
+        for variant in range(_LOADED):
+            living = self._measurable()
             many = len(np.unique(self.blocks[living])) > 1
-            pairs = across(self.blocks, living, turn) if many else neighbours(self.blocks, living, turn + 1)
-            self._play("across", pairs, loaded=many)
-            state = self.ledger.state()
+            pairs = (
+                across(self.blocks, living, variant) if many else neighbours(self.blocks, living, variant + 1)
+            )
+            self._measure_pairs("across", pairs, loaded=many)
+            state = self.rounds.state()
             # A second round must confirm what one round shows about uplinks.
-            if not (state.hints or (state.uplinks and turn == 0) or len(living) <= _FEW):
+            if not (state.hints or (state.uplinks and variant == 0) or len(living) <= _FEW):
                 break
-        most = most_pair_rounds(len(self.names)) + (_PATIENCE if self.terms.shared else 0)
-        for turn in range(most - len(self.ledger.rounds)):
-            state = self.ledger.state()
+        most = most_pair_rounds(len(self.names)) + (_EXTRA_ROUNDS if self.thresholds.shared else 0)
+        for variant in range(most - len(self.rounds.rounds)):
+            state = self.rounds.state()
             accused, good = self._accused(state)
             if not accused.any():
                 return
-            self._play(
+            self._measure_pairs(
                 "suspects",
-                with_good(accused, good, self.layout.leaves, self.ledger.met(), turn),
+                with_good(accused, good, self.layout.leaves, self.rounds.measured(), variant),
                 loaded=False,
             )
 
-    def _players(self) -> Ints:
+    def _measurable(self) -> Ints:
         return np.flatnonzero(self.alive & self.able)
 
     def _accused(self, state: State) -> tuple[Bools, Bools]:
         """Suspected and cleared, (N, R + 2): by rail, by all-reduce, by a missing answer."""
         ports, nodes = suspects(self.layout, state, self.alive)
-        silent: Bools = np.logical_and(self.alive, self.strikes > 0)
+        silent: Bools = np.logical_and(self.alive, self.misses > 0)
         accused: Bools = np.column_stack([ports, nodes, silent])
         good: Bools = np.column_stack([state.good, state.together, ~silent])
         able = (self.alive & self.able)[:, None]
         return np.logical_and(accused, able), np.logical_and(good, able)
 
-    def _play(self, purpose: str, pairs: Ints, *, loaded: bool) -> None:
+    def _measure_pairs(self, purpose: str, pairs: Ints, *, loaded: bool) -> None:
         if not len(pairs):
             return
         a, b = pairs[:, 0], pairs[:, 1]
         rails = self.layout.usable[a] & self.layout.usable[b]
         together = self.whole[a] & self.whole[b]
-        if self.terms.shared and self.ledger.rounds:
+        if self.thresholds.shared and self.rounds.rounds:
             together[:] = False  # measured once: nothing is judged by it
-        round_ = Round(len(self.ledger.rounds) + 1, purpose, pairs, rails, together, loaded)
+        round_ = Round(len(self.rounds.rounds) + 1, purpose, pairs, rails, together, loaded)
         readings = self.bench.pairs(round_)
-        self.ledger.add(round_, readings)
+        self.rounds.add(round_, readings)
         answered = np.ones(len(self.names), dtype=bool)
         answered[pairs] = readings.answered
-        self._hear(answered, pairs.reshape(-1))
+        self._record_answers(answered, pairs.reshape(-1))
 
-    def _hear(self, answered: Bools, asked: Ints) -> None:
-        self.strikes[asked] = np.where(answered[asked], 0, self.strikes[asked] + 1)
-        gone = self.alive & (self.strikes >= _STRIKES)
+    def _record_answers(self, answered: Bools, asked: Ints) -> None:
+        self.misses[asked] = np.where(answered[asked], 0, self.misses[asked] + 1)
+        gone = self.alive & (self.misses >= _MISSES)
         for node in np.flatnonzero(gone):
             name = self.names[int(node)]
             self.findings.append(
@@ -284,14 +286,14 @@ class _Trial:
             text = f"{what}: no reading, or slow in the all-reduce only"
             return Finding("PAI001", "UNJUDGED", target, text, why_unjudged=why)
         share = float(np.nanmin(shares))
-        if self.terms.shared:
+        if self.thresholds.shared:
             why = "the hosts share a machine that was too busy for consistent readings"
             text = f"{what}: {share:.0%} of the others' rate at best"
             return Finding("PAI001", "UNJUDGED", target, text, share, why_unjudged=why)
         text = f"{what}: {share:.0%} of the rate at best, and it is undecided which end is at fault: {why}"
         source = "the project's reference targets"
-        expected = Expected(self.terms.suspect, "of the rate", source, "one direction")
-        verdict: Verdict = "FAIL" if share < self.terms.broken else "WARN"
+        expected = Expected(self.thresholds.suspect, "of the rate", source, "one direction")
+        verdict: Verdict = "FAIL" if share < self.thresholds.broken else "WARN"
         return Finding("PAI001", verdict, target, text, share, "", expected)
 
     def _case(self, state: State) -> Case:
@@ -322,7 +324,7 @@ class _Trial:
             possible = np.array([_possible(len(group), state, self.layout) for group in members])
             best = np.full(len(members), np.nan)
             for _ in range(_TRIES):
-                wanted = 0.0 if self.terms.shared else SUSPECT * _usual(best, usual)
+                wanted = 0.0 if self.thresholds.shared else SUSPECT * _usual(best, usual)
                 open_ = [k for k in range(len(members)) if not best[k] >= wanted]
                 if not open_:
                     break
@@ -330,14 +332,14 @@ class _Trial:
                 self.group_rounds += 1
                 readings = self.bench.groups(GroupRound(self.group_rounds, size, asked))
                 best[open_] = np.fmax(best[open_], readings.busbw / possible[open_])
-                self._hear(readings.answered, np.concatenate(asked))
+                self._record_answers(readings.answered, np.concatenate(asked))
             reference = _usual(best, usual)
             for k, group in enumerate(members):
                 nodes = set(map(int, group))
                 if np.isnan(best[k]) and self.alive[group].sum() > 1:
                     self.findings.append(_no_group([self.names[int(n)] for n in group]))
                 # Hosts that share processors get slower the more they are, whatever their links do.
-                slow = best[k] < SUSPECT * reference and not self.terms.shared
+                slow = best[k] < SUSPECT * reference and not self.thresholds.shared
                 if slow and not any(t <= nodes for t in entries):
                     entries.append(nodes)
                     names = [self.names[int(n)] for n in group]

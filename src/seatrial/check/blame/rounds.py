@@ -51,23 +51,23 @@ def tournament(n: int, k: int) -> list[tuple[int, int]]:
     return [(a, b) for a, b in pairs if a < n and b < n]
 
 
-def neighbours(blocks: Ints, nodes: Ints, turn: int = 0) -> Ints:
-    """Pairs within blocks; unpaired nodes of all blocks with each other. Another `turn` gives other partners."""
+def neighbours(blocks: Ints, nodes: Ints, variant: int = 0) -> Ints:
+    """Pairs within blocks; unpaired nodes of all blocks with each other. Another `variant` gives other partners."""
     pairs: list[tuple[int, int]] = []
     odd: list[int] = []
     for block in np.unique(blocks[nodes]):
         members = nodes[blocks[nodes] == block]
-        met = tournament(len(members), turn)
+        met = tournament(len(members), variant)
         pairs += [(int(members[a]), int(members[b])) for a, b in met]
         odd += _rest(members, met)
-    pairs += [(odd[a], odd[b]) for a, b in tournament(len(odd), turn)]
+    pairs += [(odd[a], odd[b]) for a, b in tournament(len(odd), variant)]
     return _array(pairs)
 
 
-def across(blocks: Ints, nodes: Ints, turn: int = 0) -> Ints:
+def across(blocks: Ints, nodes: Ints, variant: int = 0) -> Ints:
     """Pairs between blocks, the nodes of a block spread over as many other blocks as possible.
 
-    So all flows of a block with bad uplinks are slow, and of another block only those that lead there. Another `turn`
+    So all flows of a block with bad uplinks are slow, and of another block only those that lead there. Another `variant`
     gives other blocks. Nodes that are left (one block is larger than all others) are paired within their block.
     """
     members = [nodes[blocks[nodes] == block] for block in np.unique(blocks[nodes])]
@@ -75,7 +75,7 @@ def across(blocks: Ints, nodes: Ints, turn: int = 0) -> Ints:
     left: list[int] = []
     for row in range(max((len(m) for m in members), default=0)):
         here = [int(m[row]) for m in members if row < len(m)]
-        met = tournament(len(here), row + turn)
+        met = tournament(len(here), row + variant)
         pairs += [(here[a], here[b]) for a, b in met]
         left += _rest(np.array(here), met)
     # The rows' unpaired nodes: by block, each with the one half the list away, of another block if there is one.
@@ -94,12 +94,12 @@ def _array(pairs: Sequence[tuple[int, int]]) -> Ints:
     return np.array(pairs, dtype=np.int64).reshape(-1, 2)
 
 
-def with_good(suspects: Bools, good: Bools, leaves: Ints, met: set[tuple[int, int]], turn: int) -> Ints:
+def with_good(suspects: Bools, good: Bools, leaves: Ints, met: set[tuple[int, int]], variant: int) -> Ints:
     """Pair each node that has suspect ports with a node whose ports are good on all these rails.
 
     `suspects` and `good` are (N, C): the rails, and anything else a node can be suspected of. Partners below the same
     leaf are preferred (nothing else is then on the path), and ones that were not the partner before (`met`). Suspects
-    without a good node left are paired with each other, with other partners each `turn`.
+    without a good node left are paired with each other, with other partners each `variant`.
     """
     accused = np.flatnonzero(suspects.any(axis=1))
     free: Bools = np.logical_not(suspects.any(axis=1))
@@ -121,12 +121,12 @@ def with_good(suspects: Bools, good: Bools, leaves: Ints, met: set[tuple[int, in
         )
         known = np.zeros(len(free))
         known[[b for a, b in met if a == node] + [a for a, b in met if b == node]] = 1
-        order = (np.arange(len(free)) - node - turn) % len(free) / len(free)
+        order = (np.arange(len(free)) - node - variant) % len(free) / len(free)
         score = np.where(can, 4 * near - 2 * known - order, -np.inf)
         partner = int(np.argmax(score))
         free[partner] = False
         pairs.append((int(node), partner))
-    pairs += [(left[a], left[b]) for a, b in tournament(len(left), turn)]
+    pairs += [(left[a], left[b]) for a, b in tournament(len(left), variant)]
     return _array(pairs)
 
 

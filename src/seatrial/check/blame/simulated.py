@@ -162,22 +162,22 @@ class SimulatedBench:
         self._log: dict[int, tuple[str, ...] | None] = {}
         self.slots = tuple(f"0000:{0x0F + 0x1C * i:02x}:00" for i in range(shape.gpus))
         self.devices = tuple(f"mlx5_{r}/1" for r in range(shape.rails))
-        self._strew(rng)
+        self._add_harmless_events(rng)
         for node, overrides in cluster.overrides.items():
             self._apply_overrides(node, overrides)
         for fault in cluster.faults:
-            self._break(fault, gpu, rng)
+            self._apply(fault, gpu, rng)
         self._pair_rounds = 0
 
     # -- faults
 
-    def _strew(self, rng: np.random.Generator) -> None:
+    def _add_harmless_events(self, rng: np.random.Generator) -> None:
         """Add harmless events, which must not be taken for faults."""
         noise, nodes = self.cluster.noise, self.cluster.shape.nodes
         for node in np.flatnonzero(rng.random(nodes) < noise.harmless):
             code = int(rng.choice((13, 31, 43, 63)))
             slot = int(rng.integers(self.cluster.shape.gpus))
-            self._say(
+            self._log_line(
                 int(node), f"NVRM: Xid (PCI:{self.slots[slot]}): {code}, pid=4711, name=python, no fault"
             )
         for node in np.flatnonzero(rng.random(nodes) < noise.harmless):
@@ -188,7 +188,7 @@ class SimulatedBench:
         for node in np.flatnonzero(rng.random(nodes) < noise.hidden_log):
             self._log[int(node)] = None
 
-    def _say(self, node: int, line: str) -> None:
+    def _log_line(self, node: int, line: str) -> None:
         lines = self._log.get(node, ())
         if lines is not None:
             self._log[node] = (*lines, f"[{4000 + len(lines)}.000000] {line}")
@@ -204,13 +204,13 @@ class SimulatedBench:
         if overrides.rail_gbit_s is not None:
             self._port[node] = np.array(overrides.rail_gbit_s) / self.cluster.gbit_s
         for line in overrides.kernel_log:
-            self._say(node, line)
+            self._log_line(node, line)
         for rail, (before, after) in overrides.counters.items():
             self._count(node, rail, before, after)
 
-    def _break(self, fault: Fault, gpu: Gpu, rng: np.random.Generator) -> None:
+    def _apply(self, fault: Fault, gpu: Gpu, rng: np.random.Generator) -> None:
         if fault.leaf is not None:
-            self._break_leaf(fault)
+            self._apply_to_leaf(fault)
             return
         assert fault.node is not None
         node = fault.node
@@ -221,11 +221,11 @@ class SimulatedBench:
         elif fault.kind == "node_collective":
             self._together[node] *= fault.share
         elif fault.rail is not None:
-            self._break_port(fault, node, fault.rail)
+            self._apply_to_port(fault, node, fault.rail)
         elif fault.gpu is not None:
-            self._break_gpu(fault, node, fault.gpu, rng)
+            self._apply_to_gpu(fault, node, fault.gpu, rng)
 
-    def _break_leaf(self, fault: Fault) -> None:
+    def _apply_to_leaf(self, fault: Fault) -> None:
         assert fault.leaf is not None
         leaf = fault.leaf[0] * self.cluster.shape.rails + fault.leaf[1]
         below = self._leaf == leaf
@@ -236,7 +236,7 @@ class SimulatedBench:
         else:
             self._uplinks[leaf] *= fault.share
 
-    def _break_port(self, fault: Fault, node: int, rail: int) -> None:
+    def _apply_to_port(self, fault: Fault, node: int, rail: int) -> None:
         if fault.kind == "nic_down":
             self._up[node, rail] = False
             return
@@ -246,12 +246,14 @@ class SimulatedBench:
             after = {"symbol_error": 4900, "port_rcv_errors": 700, "link_error_recovery": 2}
             self._count(node, rail, before, after)
 
-    def _break_gpu(self, fault: Fault, node: int, slot: int, rng: np.random.Generator) -> None:
+    def _apply_to_gpu(self, fault: Fault, node: int, slot: int, rng: np.random.Generator) -> None:
         pci, xid = self.slots[slot], f"NVRM: Xid (PCI:{self.slots[slot]}):"
         if fault.kind == "gpu_missing":
             self._present[node, slot] = False
             if rng.random() < 0.7:
-                self._say(node, f"{xid} 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.")
+                self._log_line(
+                    node, f"{xid} 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
+                )
         elif fault.kind == "gpu_slow":
             self._rate["gemm"][node, slot] *= fault.share
         elif fault.kind == "gpu_pcie":
@@ -259,7 +261,7 @@ class SimulatedBench:
         elif fault.kind == "gpu_memory":
             self._uncorrectable[node, slot] = int(rng.integers(1, 9))
             if rng.random() < 0.5:
-                self._say(
+                self._log_line(
                     node, f"{xid} 48, pid='<unknown>', name=<unknown>, An uncorrectable double bit error"
                 )
         else:
@@ -272,7 +274,7 @@ class SimulatedBench:
             elif share < 0.5:
                 links = tuple(range(self.cluster.shape.links))
                 self._links_down[node, slot], share = links, _DEAD_LINKS
-                self._say(
+                self._log_line(
                     node,
                     f"{xid} 74, pid='<unknown>', name=<unknown>, NVLink: fatal error detected on link {fault.link}(0x1, 0x0, 0x0, 0x0, 0x0, 0x0, 0x0)",
                 )

@@ -82,12 +82,12 @@ def read_scenario(path: Path) -> Scenario:
 def simulate(path: Path) -> report.Report:
     """Check the cluster of a file; a report for all output formats. Raises InputError with all the file's problems."""
     scenario = read_scenario(path)
-    began = time.monotonic()
+    started_at = time.monotonic()
     found = scenario.run()
     check_run = CheckRun(
         tuple(scenario.cluster.names),
         dataclasses.asdict(found.rounds),
-        {"total": round(time.monotonic() - began, 3)},
+        {"total": round(time.monotonic() - started_at, 3)},
         tuple(blame.record() for blame in found.blames),
         found.unsettled,
         {},  # the cluster's rates are invented
@@ -105,7 +105,7 @@ class _Reader:
         table = self._table(table, "the file", ("cluster", "noise", "fault", "node"))
         head = self._table(table.get("cluster"), "[cluster]", (*_SHAPE, "gpu", "gbit_s", "topology", "seed"))
         if "nodes" not in head:
-            self._say("[cluster] needs nodes", "nodes = 16")
+            self._problem("[cluster] needs nodes", "nodes = 16")
         sizes = {}
         for key, most in _SHAPE.items():
             if key in head and self._number(head[key], f"[cluster] {key}", 1, most, whole=True):
@@ -113,12 +113,14 @@ class _Reader:
         shape = Shape(**({"nodes": 1} | sizes))
         gpu = head.get("gpu", "H100 SXM")
         if not isinstance(gpu, str) or find_gpu(gpu) is None:
-            self._say(f"[cluster] gpu: unknown GPU {gpu!r}", "name one of the catalogue, such as 'H100 SXM'")
+            self._problem(
+                f"[cluster] gpu: unknown GPU {gpu!r}", "name one of the catalogue, such as 'H100 SXM'"
+            )
         rate, seed, topology = head.get("gbit_s", 400.0), head.get("seed", 0), head.get("topology", True)
         self._number(rate, "[cluster] gbit_s", 1, 100_000)
         self._number(seed, "[cluster] seed", 0, 2**63 - 1, whole=True)
         if not isinstance(topology, bool):
-            self._say("[cluster] topology must be true or false")
+            self._problem("[cluster] topology must be true or false")
         noise = self._noise(table.get("noise", {}))
         faults = self._faults(table.get("fault", []), shape)
         overrides = self._overrides(table.get("node", []), shape)
@@ -126,22 +128,22 @@ class _Reader:
             raise InputError(self.problems)
         return Scenario(Cluster(shape, faults, gpu, float(rate), seed, noise, overrides), topology)
 
-    def _say(self, text: str, hint: str | None = None) -> None:
+    def _problem(self, text: str, hint: str | None = None) -> None:
         self.problems.append(Diagnostic(text, file=self.file, hint=hint))
 
     def _table(self, value: Any, what: str, keys: tuple[str, ...]) -> Mapping[str, Any]:
         if not isinstance(value, dict):
-            self._say(f"{what} is missing or not a table")
+            self._problem(f"{what} is missing or not a table")
             return {}
         for key in value:
             if key not in keys:
-                self._say(f"{what}: unknown key {key!r}", f"known: {', '.join(keys)}")
+                self._problem(f"{what}: unknown key {key!r}", f"known: {', '.join(keys)}")
         return {k: v for k, v in value.items() if k in keys}
 
     def _number(self, value: Any, what: str, low: float, high: float, *, whole: bool = False) -> bool:
         fits = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
         if not fits or not low <= value <= high:
-            self._say(
+            self._problem(
                 f"{what}: {value!r} is not {'an integer' if whole else 'a number'} in {low:g}..{high:g}"
             )
             return False
@@ -155,7 +157,7 @@ class _Reader:
 
     def _list(self, value: Any, what: str) -> list[Any]:
         if not isinstance(value, list):
-            self._say(f"{what} is not a list of tables")
+            self._problem(f"{what} is not a list of tables")
             return []
         return value
 
@@ -167,13 +169,13 @@ class _Reader:
             table = dict(self._table(entry, where, names))
             good = isinstance(table.get("kind"), str)
             if not good:
-                self._say(f"{where} needs kind")
+                self._problem(f"{where} needs kind")
             if "leaf" in table:
                 pair = table["leaf"]
                 if isinstance(pair, list) and len(pair) == 2 and all(type(v) is int for v in pair):
                     table["leaf"] = (pair[0], pair[1])
                 else:
-                    self._say(f"{where} leaf: [block, rail] is needed")
+                    self._problem(f"{where} leaf: [block, rail] is needed")
                     good = False
             for key in ("node", "gpu", "link", "rail", "after"):
                 if key in table:
@@ -183,7 +185,7 @@ class _Reader:
             if good:
                 found.append(Fault(**table))
         for text in verify(found, shape):
-            self._say(text)
+            self._problem(text)
         return tuple(found)
 
     def _overrides(self, value: Any, shape: Shape) -> dict[int, NodeOverrides]:
@@ -202,10 +204,10 @@ class _Reader:
             rails = table.get("rail_gbit_s")
             lines = table.get("kernel_log", [])
             if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
-                self._say(f"{where} kernel_log is not a list of lines")
+                self._problem(f"{where} kernel_log is not a list of lines")
                 lines = []
             if table["node"] in found:
-                self._say(f"{where}: node {table['node']} is listed twice")
+                self._problem(f"{where}: node {table['node']} is listed twice")
             found[table["node"]] = NodeOverrides(
                 rates,
                 None if rails is None else self._row(rails, f"{where} rail_gbit_s", shape.rails),
@@ -216,7 +218,7 @@ class _Reader:
 
     def _row(self, value: Any, what: str, length: int) -> tuple[float, ...]:
         if not isinstance(value, list) or len(value) != length:
-            self._say(f"{what}: {length} numbers are required")
+            self._problem(f"{what}: {length} numbers are required")
             return (0.0,) * length
         for v in value:
             self._number(v, what, 0, 1e9)
@@ -232,7 +234,7 @@ class _Reader:
             after: dict[str, int] = {}
             for name, pair in counters.items() if isinstance(counters, dict) else ():
                 if not isinstance(pair, list) or len(pair) != 2:
-                    self._say(f"{where} counters {rail} {name}: [before, after] is needed")
+                    self._problem(f"{where} counters {rail} {name}: [before, after] is needed")
                 else:
                     good = [
                         self._number(v, f"{where} counters {rail} {name}", 0, 2**64, whole=True) for v in pair
@@ -240,6 +242,6 @@ class _Reader:
                     if all(good):
                         before[name], after[name] = pair
             if not isinstance(counters, dict):
-                self._say(f"{where} counters {rail} is not a table")
+                self._problem(f"{where} counters {rail} is not a table")
             found[int(rail)] = (before, after)
         return found

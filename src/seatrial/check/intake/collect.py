@@ -27,7 +27,7 @@ Progress = Callable[[int, int, str], None]
 
 STDIN = "-"
 _DEEPEST = 8  # folders below one that was named
-_LOOKED_AT = 200  # lines of a host to inspect when deciding whether they are a tool's output
+_SAMPLE_LINES = 200  # lines of a host to inspect when deciding whether they are a tool's output
 _FENCE = re.compile(r"^\s*(?:```|~~~)\s*\w*\s*$")
 _SYSTEM = ("sys", "class", "infiniband", "proc", "var", "log")  # path components that are not node names
 _HEAPS = (
@@ -147,10 +147,10 @@ def _is_tree(folder: Path) -> bool:
         return False
 
 
-def _pieces(path: Path, node: str | None, tell: Callable[[int], None]) -> list[Piece]:
+def _pieces(path: Path, node: str | None, report: Callable[[int], None]) -> list[Piece]:
     file = _named(path)
     if str(path) == STDIN:
-        return pieces_of(sys.stdin.buffer, file, None, tell)
+        return pieces_of(sys.stdin.buffer, file, None, report)
     if _is_tree(path):
         return [Piece(file, node, tree=path)]
     if not path.is_file():
@@ -162,33 +162,33 @@ def _pieces(path: Path, node: str | None, tell: Callable[[int], None]) -> list[P
         return [Piece(file, node, problem="FILE005" if path.is_dir() else "FILE004", why=why)]
     try:
         with path.open("rb") as raw:
-            return pieces_of(raw, file, node, lambda _: tell(raw.tell()))
+            return pieces_of(raw, file, node, lambda _: report(raw.tell()))
     except OSError as error:
         return [Piece(file, node, problem="FILE005", why=f"cannot be read: {error.strerror}")]
 
 
 def pieces_of(
-    data: bytes | IO[bytes], file: str, node: str | None, tell: Callable[[int], None] = lambda read: None
+    data: bytes | IO[bytes], file: str, node: str | None, report: Callable[[int], None] = lambda read: None
 ) -> list[Piece]:
     """The outputs in a file: one, or one per host or rank if lines are labelled or have titles with host names.
 
     The folder's name (`node`) takes precedence over names in the file. Raises OSError if the file cannot be read.
     """
-    taken = numbered_lines.read_stream(io.BytesIO(data) if isinstance(data, bytes) else data, tell)
-    if taken.problem is not None:
-        return [Piece(file, node, problem=taken.problem[0], why=taken.problem[1])]
-    remarks: list[tuple[str, str, int | None]] = [("FILE003", why, line) for why, line in taken.damage]
-    lines = undressed(taken.lines)
+    content = numbered_lines.read_stream(io.BytesIO(data) if isinstance(data, bytes) else data, report)
+    if content.problem is not None:
+        return [Piece(file, node, problem=content.problem[0], why=content.problem[1])]
+    remarks: list[tuple[str, str, int | None]] = [("FILE003", why, line) for why, line in content.damage]
+    lines = without_decoration(content.lines)
     parts: list[tuple[tuple[str | None, ...], labels.Numbered, int]]
-    if taken.labelled and (groups := _by_host(lines)):
+    if content.labelled and (groups := _by_host(lines)):
         remarks += _of_ranks(groups, file)
         parts = [
-            ((None if label is None else label.host,), part, taken.passed[label])
+            ((None if label is None else label.host,), part, content.passed[label])
             for label, part in groups.items()
         ]
     else:
         parts = [
-            (hosts or (None,), part, taken.passed.total() if not n else 0)
+            (hosts or (None,), part, content.passed.total() if not n else 0)
             for n, (hosts, part) in enumerate(labels.by_title(lines))
         ]
     names = list(dict.fromkeys(host for hosts, _, _ in parts for host in hosts if host is not None))
@@ -196,7 +196,7 @@ def pieces_of(
         why = f"the folder says {node}, the lines say {listed(names)}: the folder takes precedence"
         remarks.append(("FILE008", why, None))
     found = [
-        Piece(file, node or host, Lines(part, passed, taken.repeated))
+        Piece(file, node or host, Lines(part, passed, content.repeated))
         for hosts, part, passed in parts
         for host in hosts
     ]
@@ -214,7 +214,7 @@ def _by_host(lines: labels.Numbered) -> dict[Label | None, labels.Numbered]:
         tool.name
         for label, part in groups.items()
         if label is not None
-        for tool in recognise("\n".join(line for _, line in part[:_LOOKED_AT]))
+        for tool in recognise("\n".join(line for _, line in part[:_SAMPLE_LINES]))
     )
     # Any shell output matches the shell reader.
     return groups if any(name != shell.TOOLS[0].name for name in known) else {}
@@ -228,7 +228,7 @@ def _of_ranks(groups: Mapping[Label | None, object], file: str) -> Iterator[tupl
         yield "FILE003", f"no lines of rank {listed(silent)}, while rank {max(ranks)} has some", None
 
 
-def undressed(lines: labels.Numbered) -> labels.Numbered:
+def without_decoration(lines: labels.Numbered) -> labels.Numbered:
     """The lines without copy-and-paste residue: an enclosing Markdown fence, a common indentation."""
     filled = [n for n, (_, line) in enumerate(lines) if line.strip()]
     fences = [n for n in (filled[:1] + filled[-1:]) if _FENCE.match(lines[n][1])]

@@ -16,8 +16,8 @@ from seatrial.check.judging.report import Judged, Report
 from seatrial.check.outputs import kernel_text, ports, smi_query_judge, sysfs
 from seatrial.check.outputs.network import NetworkContext
 from seatrial.check.outputs.registry import recognise, tools
-from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool, left_over, quoted
-from seatrial.check.outputs.unknown import looks_like
+from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool, quoted, unclaimed_findings
+from seatrial.check.outputs.unknown import recognise_unsupported
 
 _TREE: Tool[ports.PortsFacts] = sysfs.TOOLS[0]
 _KERNEL = kernel_text.TOOLS[0]
@@ -102,7 +102,7 @@ def _read(piece: Piece) -> list[_Read]:
     reads: list[_Read] = []
     left: dict[int, str] = {}
     understood: set[int] = set()
-    torn: list[tuple[int, str]] = []
+    unparsed: list[tuple[int, str]] = []
     for part, by in parts:
         rest, whole = part, True
         for read, lines in _readers(piece, part, by):
@@ -110,7 +110,7 @@ def _read(piece: Piece) -> list[_Read]:
             rest, whole = lines, whole and read.problem is None
         # An output that cannot be parsed is one finding; do not report its lines as well.
         if not whole:
-            torn += part.whole
+            unparsed += part.whole
             rest = Lines([])
         numbers = {number for number, _ in rest.whole}
         understood |= {number for number, _ in part.whole} - numbers
@@ -120,23 +120,23 @@ def _read(piece: Piece) -> list[_Read]:
         why = "a device is listed twice: outputs of several nodes in one file?"
         piece = replace(piece, remarks=(*piece.remarks, ("FILE003", why, again[0])))
     remarks = [_Read(piece, None, None, _unjudged(piece, *remark)) for remark in piece.remarks]
-    return reads + _faults(piece, [*unknown, *torn]) + _left(piece, unknown, reads) + remarks
+    return reads + _faults(piece, [*unknown, *unparsed]) + _unclaimed(piece, unknown, reads) + remarks
 
 
 def _readers(piece: Piece, part: Lines, by: re.Pattern[str] | None) -> Iterator[tuple[_Read, Lines]]:
     """Each reader that understands part of `part`, with the lines it left unclaimed, which go to the next reader.
 
-    The tool whose `begins` matched (`by`) comes first; for a log, matching `each` is enough.
+    The tool whose `first_line` matched (`by`) comes first; for a log, a match of `log_line` is enough.
     """
     asked: set[str] = set()
     while part:
         known = [tool for tool in recognise(part.text) if tool.name not in asked]
-        own = [tool for tool in tools() if by is not None and by is tool.each and tool.name not in asked]
-        tool = next((t for t in (*own, *known) if by in (t.begins, t.each)), next(iter(known), None))
+        own = [tool for tool in tools() if by is not None and by is tool.log_line and tool.name not in asked]
+        tool = next((t for t in (*own, *known) if by in (t.first_line, t.log_line)), next(iter(known), None))
         if tool is None:
             return
         read = _parsed(piece, tool, partial(tool.parse, part, piece.file))
-        rest = part.left() if read.problem is None else part
+        rest = part.unclaimed() if read.problem is None else part
         if read.problem is None or not asked:
             yield read, rest  # unclaimed lines may resemble another tool's output without being one
         if len(rest.whole) == len(part.whole) or read.problem is not None:
@@ -153,22 +153,22 @@ def _faults(piece: Piece, lines: Sequence[tuple[int, str]]) -> list[_Read]:
             place = (f"{piece.file}:{number}",)
             fault = Finding("GPU002", "FAIL", Target(node=piece.node), text, evidence=place)
             found.append(_Read(piece, None, None, fault))
-    if telling := [(n, line) for n, line in Lines(lines) if kernel_text.is_relevant(line)]:
-        found.append(_Read(piece, _KERNEL, _KERNEL.parse(Lines(telling), piece.file), None))
+    if relevant := [(n, line) for n, line in Lines(lines) if kernel_text.is_relevant(line)]:
+        found.append(_Read(piece, _KERNEL, _KERNEL.parse(Lines(relevant), piece.file), None))
     return found
 
 
-def _left(piece: Piece, lines: Sequence[tuple[int, str]], reads: Sequence[_Read]) -> list[_Read]:
+def _unclaimed(piece: Piece, lines: Sequence[tuple[int, str]], reads: Sequence[_Read]) -> list[_Read]:
     """Report what prevents a PASS: lines of no known output, next to known ones or alone."""
     if not any(read.tool is not None for read in reads):
         why, action = "not the output of a known tool, or not in English", ""
-        if (look := looks_like(Lines(lines).text)) is not None:
-            why, action = f"looks like {look.name}, which is not supported", f"collect {look.instead} instead"
+        if (tool := recognise_unsupported(Lines(lines).text)) is not None:
+            why, action = f"looks like {tool.name}, which is not supported", f"collect {tool.instead} instead"
         found = replace(_unjudged(piece, "FILE001", why), action=action)
         return [_Read(piece, None, None, found)]
     known = ", ".join(dict.fromkeys(read.tool.name for read in reads if read.tool is not None))
-    beside = left_over(Lines(lines), piece.file, Context(node=piece.node), f"next to {known}")
-    return [_Read(piece, None, None, finding) for finding in beside]
+    leftover = unclaimed_findings(Lines(lines), piece.file, Context(node=piece.node), f"next to {known}")
+    return [_Read(piece, None, None, finding) for finding in leftover]
 
 
 def _parsed(piece: Piece, tool: Tool[Any], parse: Callable[[], Any]) -> _Read:

@@ -23,7 +23,7 @@ class Part:
 
     by: re.Pattern[str] | None
     numbered: list[tuple[int, str]] = field(default_factory=list)
-    begun: set[tuple[str, str]] = field(default_factory=set)  # groups `id`, `device` seen so far
+    seen: set[tuple[str, str]] = field(default_factory=set)  # groups `id`, `device` seen so far
 
 
 def split(lines: Lines) -> tuple[list[tuple[Lines, re.Pattern[str] | None]], list[int]]:
@@ -70,16 +70,16 @@ def split(lines: Lines) -> tuple[list[tuple[Lines, re.Pattern[str] | None]], lis
             keys = {(kind, key) for kind, key in begins.groupdict().items() if key is not None}
             if now is not None and now.by is None and not recognise("\n".join(x for _, x in now.numbered)):
                 now.by = begins.re  # lines before an output may belong to it
-            elif now is None or now.by is not begins.re or keys & now.begun:
-                twice = {kind for kind, _ in keys & (now.begun if now is not None else set())}
+            elif now is None or now.by is not begins.re or keys & now.seen:
+                twice = {kind for kind, _ in keys & (now.seen if now is not None else set())}
                 again += [number] if twice == {"device"} else []
                 before = open_.get(begins.re)
-                if before is None or before is now or "id" in begins.re.groupindex or keys & before.begun:
+                if before is None or before is now or "id" in begins.re.groupindex or keys & before.seen:
                     before = Part(begins.re)
                     parts.append(before)
                 now = before
             open_[begins.re] = now
-            now.begun |= keys
+            now.seen |= keys
         elif log is not None and line.strip():
             log.numbered.append((number, line))
         else:
@@ -98,13 +98,13 @@ def split(lines: Lines) -> tuple[list[tuple[Lines, re.Pattern[str] | None]], lis
 
 @cache
 def _logs() -> tuple[re.Pattern[str], ...]:
-    return tuple(tool.each for tool in tools() if tool.each is not None)
+    return tuple(tool.log_line for tool in tools() if tool.log_line is not None)
 
 
 @cache
 def _beginnings() -> tuple[re.Pattern[str], tuple[re.Pattern[str], ...]]:
-    """A combined pattern as a fast test, and all `begins` patterns, each once."""
-    every = tuple(dict.fromkeys(tool.begins for tool in tools() if tool.begins is not None))
+    """A combined pattern as a fast test, and all `first_line` patterns, each once."""
+    every = tuple(dict.fromkeys(tool.first_line for tool in tools() if tool.first_line is not None))
     return re.compile("|".join(f"(?:{re.sub('[?]P<(?:id|device)>', '?:', p.pattern)})" for p in every)), every
 
 

@@ -124,7 +124,7 @@ def codes() -> dict[str, Code]:
             continue
         table: dict[str, dict[str, Any]] = tomllib.loads(entry.read_text(encoding="utf-8"))
         for code, fields in table.items():
-            assert code not in found, f"{code} stands in two files"
+            assert code not in found, f"{code} is in two files"
             found[code] = Code(code=code, **fields)
     return found
 

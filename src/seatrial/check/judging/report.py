@@ -56,8 +56,8 @@ class Report:
     @property
     def counts(self) -> dict[Verdict, int]:
         """Number of findings by verdict, worst first."""
-        said = Counter(f.verdict for f in self.findings)
-        return {verdict: said[verdict] for verdict in ORDER}
+        counts = Counter(f.verdict for f in self.findings)
+        return {verdict: counts[verdict] for verdict in ORDER}
 
     @property
     def nodes(self) -> dict[str, Verdict]:

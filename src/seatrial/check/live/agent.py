@@ -39,7 +39,7 @@ from seatrial.base.address import interface_towards
 from seatrial.base.event_loop import Watching
 from seatrial.base.lines import Channel
 from seatrial.base.signals import SignalQueue
-from seatrial.check.live.agent_tasks import Task, executes, last_words, listens, start
+from seatrial.check.live.agent_tasks import Task, executes, last_lines, listens, start
 from seatrial.check.live.reach import hello, reach
 
 _LISTEN_POLL_S = 0.05
@@ -85,7 +85,7 @@ class Agent:
     def _orders(self) -> None:
         for order in self.conductor.receive():
             try:
-                self._obey(order)
+                self._on_order(order)
             except (KeyError, TypeError, ValueError, OSError) as error:
                 # From another version, or this host lacks a resource: report it, so that nobody waits for a reply.
                 self._fail(order.get("id", -1), f"{type(error).__name__}: {error}")
@@ -103,7 +103,7 @@ class Agent:
             return
         connection.close()
 
-    def _obey(self, order: dict[str, Any]) -> None:
+    def _on_order(self, order: dict[str, Any]) -> None:
         number, do = int(order["id"]), order["do"]
         limit_s = float(order.get("limit_s", 60.0))
         if do == "ping":
@@ -189,9 +189,9 @@ class Agent:
                     del self.forwarded[number]
                 self.conductor.send(message)
         if self.channel.closed:
-            self._hang_up()
+            self._close_fork_server_channel()
 
-    def _hang_up(self) -> None:
+    def _close_fork_server_channel(self) -> None:
         if self.channel is not None:
             self.sources.unwatch(self.channel)
             self.channel.close()
@@ -200,10 +200,10 @@ class Agent:
     def _fork_server_ended(self, task: Task, status: int) -> None:
         self.fork_server = None
         self._fork_server_said()
-        self._hang_up()
+        self._close_fork_server_channel()
         for number in list(self.forwarded):
             del self.forwarded[number]
-            why = f"the fork server for ranks {process.status_text(status)}: {task.complaint}"
+            why = f"the fork server for ranks {process.status_text(status)}: {task.stderr_tail}"
             self._fail(number, why.rstrip(": "))
 
     # -- exits and timeouts
@@ -218,13 +218,13 @@ class Agent:
         elif task.too_late:
             self._late(task)
         else:
-            seconds = round(time.monotonic() - task.begun, 3)
+            seconds = round(time.monotonic() - task.started_at, 3)
             values = {"rc": status, "out": task.out.decode("utf-8", "replace"), "seconds": seconds}
             self._done(task.order, values | {"err": task.err.decode("utf-8", "replace")})
 
     def _late(self, task: Task) -> None:
         text = f"did not end within {task.limit_s:g} s"
-        self._fail(task.order, f"{text}; stderr: {task.complaint}" if task.err else text)
+        self._fail(task.order, f"{text}; stderr: {task.stderr_tail}" if task.err else text)
 
     def _timeout_s(self) -> float | None:
         times = [t.until for t in self.tasks.values()] + list(self.forwarded.values())
@@ -280,13 +280,13 @@ def _reach(targets: list[tuple[str, int]], limit_s: float) -> int:
 def _node(text: str) -> int:
     from seatrial.check.node.node_stage import NodeOptions, measure
 
-    def tell(doing: str) -> None:
+    def progress(doing: str) -> None:
         print(doing, file=sys.stderr, flush=True)
 
     options, toward = json.loads(text)
     if options["interface"] is None and toward is not None:
         options["interface"] = interface_towards(toward)
-    print(json.dumps(measure(NodeOptions(**options), tell)))
+    print(json.dumps(measure(NodeOptions(**options), progress)))
     return 0
 
 
@@ -301,7 +301,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         agent.serve()
     except Exception as error:  # report it: the conductor reads stderr
-        print(last_words(f"{type(error).__name__}: {error}".encode()), file=sys.stderr)
+        print(last_lines(f"{type(error).__name__}: {error}".encode()), file=sys.stderr)
         raise
     finally:
         agent.end()

@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from seatrial.base import process
 from seatrial.base.files import parse_json
-from seatrial.check.live.agent_tasks import last_words
+from seatrial.check.live.agent_tasks import last_lines
 from seatrial.check.live.hosts import Host
 
 _LEAVE_S = 5.0  # for agents to exit on their own, before they are killed
@@ -46,7 +46,7 @@ class Reply:
     alive: bool = True
 
 
-class _Line:
+class _AgentConnection:
     """The connection to one agent: its local process (which may be ssh), its output, and its unread input."""
 
     def __init__(self, host: Host, python: str, mark: str) -> None:
@@ -86,8 +86,8 @@ class _Line:
         """The messages that have arrived."""
         if self.process is None or self.ended:
             return []
-        self._complaints()
-        over = not self._take()
+        self._read_stderr()
+        over = not self._read_stdout()
         *lines, self.rest = self.rest.split(b"\n")
         found = []
         for line in lines:
@@ -100,10 +100,10 @@ class _Line:
             else:  # output of a login script: reported if nothing better arrives
                 self.err = (self.err + line + b"\n")[-_TAIL_BYTES:]
         if over:
-            self._gone()
+            self._on_end()
         return found
 
-    def _take(self) -> bool:
+    def _read_stdout(self) -> bool:
         assert self.process is not None
         _, stdout, _ = _pipes(self.process)
         while True:
@@ -115,7 +115,7 @@ class _Line:
                 return False
             self.rest += data
 
-    def _complaints(self) -> None:
+    def _read_stderr(self) -> None:
         assert self.process is not None
         _, _, stderr = _pipes(self.process)
         while not stderr.closed:
@@ -127,15 +127,15 @@ class _Line:
             if not data:
                 stderr.close()
 
-    def _gone(self) -> None:
+    def _on_end(self) -> None:
         """Handle the end of its stdout. The reason: its stderr and its exit code, which may take a moment to arrive."""
         assert self.process is not None
         try:
             how = process.status_text(self.process.wait(timeout=1.0))
         except subprocess.TimeoutExpired:
             how = "closed its connection"
-        self._complaints()
-        words = last_words(self.err)
+        self._read_stderr()
+        words = last_lines(self.err)
         self.ended = f"its agent {how}" + (f": {words}" if words else "")
 
     def send(self, order: Order | None = None) -> None:
@@ -188,7 +188,7 @@ class AgentPool:
     def __init__(self, hosts: Sequence[Host], python: str | None = None) -> None:
         self.hosts = list(hosts)
         self.python = python or sys.executable
-        self.lines: list[_Line] = []
+        self.lines: list[_AgentConnection] = []
         self._mark = uuid.uuid4().hex
         self._last = 0
         self._epoll = select.epoll()
@@ -202,7 +202,7 @@ class AgentPool:
         process.allow_files(_FILES_A_HOST * len(self.hosts) + _OTHER_FILES, "agents on this many hosts")
         try:
             for number, host in enumerate(self.hosts):
-                self.lines.append(_Line(host, self.python, f"{self._mark}-{number}"))
+                self.lines.append(_AgentConnection(host, self.python, f"{self._mark}-{number}"))
                 for fd in self.lines[-1].reads:
                     self._of[fd] = number
                     self._epoll.register(fd, select.EPOLLIN)
@@ -245,7 +245,7 @@ class AgentPool:
                 found[number] = Reply(line.hello)
             else:
                 silent = f"agent did not start within {timeout_s:g} s"
-                words = last_words(line.err)
+                words = last_lines(line.err)
                 why = line.ended or (f"{silent}: {words}" if words else silent)
                 found[number] = Reply(None, why, alive=False)
         return found
@@ -265,12 +265,12 @@ class AgentPool:
         `note` is called with a host's intermediate messages and returns further orders. With `failed`, orders whose
         keys have the same second part belong together: once `failed` is true for a reply, the others are cancelled.
         """
-        asking = _Asking(self, limit_s, wait_s, note, failed)
+        asking = _PendingOrders(self, limit_s, wait_s, note, failed)
         asking.send(orders)
         while asking.open:
             for host, message in self._pump(min(until for _, until in asking.open.values())):
-                asking.hear(host, message)
-            asking.give_up(time.monotonic())
+                asking.on_message(host, message)
+            asking.expire(time.monotonic())
         return asking.replies
 
     def send(self, host: int, order: Order) -> int:
@@ -306,7 +306,7 @@ class AgentPool:
         return found
 
 
-class _Asking:
+class _PendingOrders:
     """Orders in flight, and the replies so far."""
 
     def __init__(
@@ -340,7 +340,7 @@ class _Asking:
             self.open[key] = (number, time.monotonic() + self.limit_s + self.wait_s)
             self.keys[number] = key
 
-    def hear(self, host: int, message: dict[str, Any] | None) -> None:
+    def on_message(self, host: int, message: dict[str, Any] | None) -> None:
         if message is None:
             for key in [key for key in self.open if key[0] == host]:
                 self._reply(key, Reply(None, self.agent_pool.lines[host].ended, alive=False))
@@ -355,10 +355,10 @@ class _Asking:
         else:
             self._reply(key, Reply(None, str(message.get("failed", "an unknown reply"))))
 
-    def give_up(self, now: float) -> None:
+    def expire(self, now: float) -> None:
         for key, (number, until) in list(self.open.items()):
             if until <= now:
-                self._call_back(key[0], number)
+                self._cancel(key[0], number)
                 why = f"no reply within {self.limit_s + self.wait_s:g} s"
                 self._reply(key, Reply(None, why, alive=False))
 
@@ -370,8 +370,8 @@ class _Asking:
         for other, (number, until) in list(self.open.items()):
             soon = time.monotonic() + self.wait_s
             if other[1] == key[1] and until > soon:
-                self._call_back(other[0], number)
+                self._cancel(other[0], number)
                 self.open[other] = (number, soon)
 
-    def _call_back(self, host: int, number: int) -> None:
+    def _cancel(self, host: int, number: int) -> None:
         self.agent_pool.send(host, {"do": "cancel", "order": number})

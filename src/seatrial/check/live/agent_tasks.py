@@ -28,7 +28,7 @@ class Task:
     out: bytearray = field(default_factory=bytearray)
     err: bytearray = field(default_factory=bytearray)
     too_late: bool = False
-    begun: float = field(default_factory=time.monotonic)
+    started_at: float = field(default_factory=time.monotonic)
 
     @property
     def pipes(self) -> list[FileIO]:
@@ -51,12 +51,12 @@ class Task:
         process.signal_group(self.pid, signal.SIGKILL)
 
     @property
-    def complaint(self) -> str:
+    def stderr_tail(self) -> str:
         """The end of its stderr, as one line."""
-        return last_words(bytes(self.err))
+        return last_lines(bytes(self.err))
 
 
-def last_words(data: bytes) -> str:
+def last_lines(data: bytes) -> str:
     """The last lines of `data` as one printable line of at most 300 characters."""
     lines = [line.strip() for line in data.decode("utf-8", "replace").splitlines() if line.strip()]
     text = " / ".join(lines[-3:])[-300:]

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from seatrial.base.errors import Diagnostic, InputError
 from seatrial.check.blame.blame import Blame
-from seatrial.check.blame.infer import Terms
+from seatrial.check.blame.infer import Thresholds
 from seatrial.check.blame.localise import Report as Localised
 from seatrial.check.blame.localise import Rounds, localise
 from seatrial.check.judging.check_run import CheckRun
@@ -33,7 +33,7 @@ Device = Literal["cpu", "cuda", "auto"]
 STAGES: tuple[Stage, ...] = ("node", "pair", "all")
 # Hosts that share processors take turns, and now and then one still reads half as much as another. A link that is far
 # too slow reads far less.
-_SHARED = Terms(suspect=0.5, broken=0.4, shared=True)
+_SHARED = Thresholds(suspect=0.5, broken=0.4, shared=True)
 _BY_NODES = ("MSR005", "MSR006", "MSR007", "MSR008", "MSR010")  # links, memory, messages, counters
 _TRIPS = 5
 _PING_S = 2.0
@@ -105,12 +105,12 @@ def check_live(hosts: list[Host], options: LiveOptions, progress: Callable[[str]
             sizes=options.sizes,
             timeout_s=options.timeout_s,
             ranks_wanted=bool({"pair", "all"} & set(options.stages)),
-            say=progress,
+            report=progress,
         )
-        terms = _SHARED if bench.shared else Terms()
+        thresholds = _SHARED if bench.shared else Thresholds()
         # TCP flows do not measure what a fabric's port can carry.
         rate = options.port_gbit_s if any(hello["rdma"] for hello in bench.hello.values()) else None
-        found = localise(bench, names, options.topology, rate, terms=terms, stages=options.stages)
+        found = localise(bench, names, options.topology, rate, thresholds=thresholds, stages=options.stages)
     report = _report(bench, found, options)
     if "node" in options.stages:
         report = report.also(judge_offsets({names[n]: offset for n, offset in clocks.items()}))

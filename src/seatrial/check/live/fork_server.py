@@ -21,8 +21,8 @@ from seatrial.base import process
 from seatrial.base.fork_server import ForkServer, import_to_share
 from seatrial.base.lines import Channel
 from seatrial.check.live import probe_pair
-from seatrial.check.live.agent_tasks import last_words
-from seatrial.check.live.nccl_lines import telling
+from seatrial.check.live.agent_tasks import last_lines
+from seatrial.check.live.nccl_lines import topology_lines
 
 _GIVE_UP_S = 1.0  # for a killed rank to exit; one in an uninterruptible system call does not
 
@@ -35,13 +35,13 @@ class _Rank:
     pid: int
     channel: Channel | None  # None once it has closed its end
     log: int
-    said: dict[str, Any] | None = None
+    result: dict[str, Any] | None = None
     status: int | None = None
 
     @property
     def whole(self) -> bool:
         """Whether it has measured everything that it was asked to."""
-        return self.said is not None and bool(self.said.get("whole"))
+        return self.result is not None and bool(self.result.get("whole"))
 
 
 @dataclass
@@ -63,7 +63,7 @@ class ProbeForkServer:
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.orders: dict[int, _Order] = {}
-        self.server = ForkServer(channel, self._obey, self._reaped)
+        self.server = ForkServer(channel, self._on_order, self._reaped)
 
     def serve(self) -> None:
         """Run until the agent has exited; then kill the ranks."""
@@ -76,7 +76,7 @@ class ProbeForkServer:
         soonest = min((o.until for o in self.orders.values()), default=None)
         return None if soonest is None else max(0.0, soonest - time.monotonic())
 
-    def _obey(self, message: dict[str, Any]) -> None:
+    def _on_order(self, message: dict[str, Any]) -> None:
         if "cancel" in message:
             if (order := self.orders.get(message["cancel"])) is not None:
                 order.why = order.why or "cancelled: its partner failed"
@@ -107,10 +107,10 @@ class ProbeForkServer:
 
         rank = _Rank(number, self.server.fork(body, log), ours, log)
         theirs.close()
-        self.server.sources.watch(ours, lambda: self._hear(rank))
+        self.server.sources.watch(ours, lambda: self._on_rank(rank))
         return rank
 
-    def _hear(self, rank: _Rank) -> None:
+    def _on_rank(self, rank: _Rank) -> None:
         if rank.channel is None:
             return
         order = self._of(rank.pid)
@@ -120,11 +120,11 @@ class ProbeForkServer:
             if "note" in message and order is not None:
                 self.channel.send({"id": order.number, "note": message["note"]})
             else:
-                rank.said = {**(rank.said or {}), **message}
+                rank.result = {**(rank.result or {}), **message}
         if rank.channel.closed:
-            self._hang_up(rank)
+            self._close_channel(rank)
 
-    def _hang_up(self, rank: _Rank) -> None:
+    def _close_channel(self, rank: _Rank) -> None:
         if rank.channel is not None:
             self.server.sources.unwatch(rank.channel)
             rank.channel.close()
@@ -137,7 +137,7 @@ class ProbeForkServer:
         order = self._of(pid)
         if order is None:
             return
-        self._hear(order.ranks[pid])
+        self._on_rank(order.ranks[pid])
         order.ranks[pid].status = status
         if all(r.status is not None for r in order.ranks.values()):
             self._finish(order)
@@ -151,13 +151,15 @@ class ProbeForkServer:
         for rank in order.ranks.values():
             text = _text(rank.log)
             os.close(rank.log)
-            self._hang_up(rank)
-            one = dict(rank.said or {})
+            self._close_channel(rank)
+            one = dict(rank.result or {})
             if not rank.whole and "failed" not in one:
                 one["failed"] = order.why or process.status_text(rank.status or 0)
                 if text:
-                    one["failed"] += f"; stderr: {last_words(text)}"
-            entries.append({"rank": rank.number, "nccl": telling(text.decode("utf-8", "replace")), **one})
+                    one["failed"] += f"; stderr: {last_lines(text)}"
+            entries.append(
+                {"rank": rank.number, "nccl": topology_lines(text.decode("utf-8", "replace")), **one}
+            )
         self.channel.send({"id": order.number, "done": {"ranks": entries}})
 
     def _kill(self, order: _Order) -> None:

@@ -104,7 +104,7 @@ def ssh_hosts(job: Job) -> list[Host]:
     need = job.cluster.nodes + job.cluster.spares
     problems = list(_problems(names))
     if len(names) < need:
-        problems.append(f"{len(names)} hosts, and nodes + spares = {need} are needed")
+        problems.append(f"{len(names)} hosts, but nodes + spares = {need} are needed")
     if problems:
         hint = "use host names as for `ssh NAME`; set users and ports in ssh's own configuration"
         raise InputError([job.located(RuleViolation((key,), problem, hint)) for problem in problems])

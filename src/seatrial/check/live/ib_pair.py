@@ -77,7 +77,7 @@ def without_devices(reply: Mapping[str, Any], node: str) -> list[Finding]:
 def rates(
     agent_pool: AgentPool, hosts: Sequence[Host], devices: Sequence[str], round_: Round, which: Sequence[int]
 ) -> Iterator[tuple[int, int, float, tuple[Finding, ...]]]:
-    """(pair, rail, Gb/s of the slower way, findings) of ib_write_bw over all rails of all pairs in `which` at once.
+    """(pair, rail, Gb/s of the slower direction, findings) of ib_write_bw over all rails of all pairs in `which` at once.
 
     NaN if it could not run, 0 if the two ends did not connect although both could run.
     """

@@ -24,7 +24,7 @@ from seatrial.check.live import ib_pair
 from seatrial.check.live.agent_pool import AgentPool, Key, Order, Reply
 from seatrial.check.live.hosts import Host
 from seatrial.check.live.live_ranks import Outcome, RankGroup, Ranks
-from seatrial.check.live.roll_call import RollCall, printed
+from seatrial.check.live.presence import PresenceCheck, printed
 from seatrial.check.node.columns import columns
 from seatrial.check.node.node_stage import NodeOptions
 
@@ -53,7 +53,7 @@ class HostProblems:
 
 
 class LiveBench:
-    """The agent pool's hosts by position. `say` gets a line for each step."""
+    """The agent pool's hosts by position. `report` is called with a line for each step."""
 
     def __init__(
         self,
@@ -66,16 +66,16 @@ class LiveBench:
         sizes: tuple[int, ...] = (),
         timeout_s: float = 60.0,
         ranks_wanted: bool = True,
-        say: Callable[[str], None] = lambda text: None,
+        report: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.agent_pool, self.hosts, self.options, self.say = agent_pool, list(hosts), options, say
+        self.agent_pool, self.hosts, self.options, self.report = agent_pool, list(hosts), options, report
         self.hello = {n: r.value for n, r in greetings.items() if r.value is not None}
         self.machines = [str(self.hello.get(n, {}).get("machine", f"host {n}")) for n in range(len(hosts))]
         self.wanted_device, self.wanted_sizes, self.timeout_s = device, sizes, timeout_s
         self.ranks_wanted = ranks_wanted
         self.problems = HostProblems()
-        self.roll = RollCall(agent_pool, hosts, self.hello)
-        self.roll.missed({n: r.problem for n, r in greetings.items() if r.value is None})
+        self.presence = PresenceCheck(agent_pool, hosts, self.hello)
+        self.presence.add_silent({n: r.problem for n, r in greetings.items() if r.value is None})
         self.facts: dict[str, Facts | None] = {}
         self.stage: NodeStage | None = None
         self.seconds: dict[str, float] = defaultdict(float)
@@ -115,7 +115,7 @@ class LiveBench:
         """Run the node stage on these hosts."""
         with self.timed("node"):
             facts: dict[int, Facts | None] = {}
-            for batch in self._turns([int(n) for n in which]):
+            for batch in self._batches([int(n) for n in which]):
                 facts |= self._measure(batch)
             named = {self.hosts[int(n)].name: facts[int(n)] for n in which}
             first = self.stage is None
@@ -129,7 +129,7 @@ class LiveBench:
             stage.able = np.array([n not in self.problems.unable for n in range(len(self.hosts))])
         return stage
 
-    def _turns(self, which: list[int]) -> list[list[tuple[int, bool]]]:
+    def _batches(self, which: list[int]) -> list[list[tuple[int, bool]]]:
         """Which hosts measure at once, and whether each loads its machine.
 
         Of hosts without GPUs on one machine only the first loads it: the others would measure the same processors.
@@ -138,8 +138,8 @@ class LiveBench:
         for n in which:
             by_machine[self.machines[n]].append(n)
         if any(self.hello.get(n, {}).get("gpus") for n in which) and self.shared:
-            turns = max(map(len, by_machine.values()))
-            return [[(m[t], True) for m in by_machine.values() if t < len(m)] for t in range(turns)]
+            count = max(map(len, by_machine.values()))
+            return [[(m[t], True) for m in by_machine.values() if t < len(m)] for t in range(count)]
         first = [[(m[0], True) for m in by_machine.values()]]
         rest = [(n, False) for m in by_machine.values() for n in m[1:]]
         return [*first, rest] if rest else first
@@ -147,7 +147,7 @@ class LiveBench:
     def _measure(self, batch: Sequence[tuple[int, bool]]) -> dict[int, Facts | None]:
         with_load = sum(load for _, load in batch)
         alone = "" if with_load == len(batch) else ", without load: they share a machine"
-        self.say(f"node stage: {_hosts(len(batch))}{alone}")
+        self.report(f"node stage: {_hosts(len(batch))}{alone}")
         orders: dict[Key, Order] = {}
         for n, load in batch:
             options = replace(
@@ -163,7 +163,7 @@ class LiveBench:
         for (n, _), reply in replies.items():
             found[n], why = printed(reply)
             if not reply.alive:
-                self.roll.missed({n: reply.problem})
+                self.presence.add_silent({n: reply.problem})
             elif why:
                 self.problems.stage[n] = why
             else:
@@ -182,12 +182,12 @@ class LiveBench:
         if not self.ranks_wanted or (len(alive) < 2 and self.device == "cpu"):
             return  # no partner to measure with
         with self.timed("pair"):
-            self.say(f"importing torch on {_hosts(len(alive))}")
+            self.report(f"importing torch on {_hosts(len(alive))}")
             prepare: dict[Key, Order] = {(n, 0): {"do": "prepare"} for n in alive}
             replies = self.agent_pool.ask(prepare, limit_s=max(self.timeout_s, 120.0))
             for (n, _), reply in replies.items():
                 if not reply.alive:
-                    self.roll.missed({n: reply.problem})
+                    self.presence.add_silent({n: reply.problem})
                 elif reply.value is None:
                     self.problems.unable[n] = reply.problem
                 else:
@@ -217,23 +217,23 @@ class LiveBench:
         assert self.stage is not None
         many = [n for n in which if self.device == "cuda" and self.stage.present[n].sum() > 1]
         if many:
-            self.say(f"all-reduce inside {_hosts(len(many))}")
-            worlds = [RankGroup((n,), self._gpus([n]), sizes=self.sizes) for n in many]
-            self.inside = dict(zip(many, self._play(worlds), strict=True))
+            self.report(f"all-reduce inside {_hosts(len(many))}")
+            groups = [RankGroup((n,), self._gpus([n]), sizes=self.sizes) for n in many]
+            self.inside = dict(zip(many, self._run_groups(groups), strict=True))
 
     # -- pairs
 
     def pairs(self, round_: Round) -> Readings:
         """One round of pairs: send and receive in both directions, an all-reduce, and with RDMA each rail alone."""
         with self.timed("pair"):
-            self.say(f"pairs, round {round_.number} ({round_.purpose}): {len(round_.pairs)}")
-            outcomes, absent = self._present(self._pair_worlds(round_))
+            self.report(f"pairs, round {round_.number} ({round_.purpose}): {len(round_.pairs)}")
+            outcomes, absent = self._present(self._pair_groups(round_))
             rails = round_.rails.shape[1]
             gbit_s = np.full((len(round_.pairs), rails), np.nan)
             busbw = np.full(len(round_.pairs), np.nan)
             for k, result in enumerate(outcomes):
                 if result.sums:
-                    busbw[k] = result.sums[-1].busbw(result.world.size)
+                    busbw[k] = result.sums[-1].busbw(result.group.size)
                 if not self.rdma and rails:
                     gbit_s[k, 0] = self._reading(result, absent)
             if self.rdma:
@@ -263,58 +263,58 @@ class LiveBench:
         count = min(max(1, int(self.stage.present[h].sum())) for h in hosts)
         return (tuple(range(count)),) * len(hosts)
 
-    def _pair_worlds(self, round_: Round) -> list[RankGroup]:
-        worlds = []
+    def _pair_groups(self, round_: Round) -> list[RankGroup]:
+        groups = []
         for k, (a, b) in enumerate(round_.pairs):
             gpus = self._gpus([int(a), int(b)])
             count = len(gpus[0])
             there = [(i, i + count, 0) for i in range(count)]
             back = [(i + count, i, 1) for i in range(count)]
             sizes = self.sizes if round_.collective[k] else ()
-            worlds.append(RankGroup((int(a), int(b)), gpus, (*there, *back), sizes))
-        return worlds
+            groups.append(RankGroup((int(a), int(b)), gpus, (*there, *back), sizes))
+        return groups
 
-    def _present(self, worlds: Sequence[RankGroup]) -> tuple[list[Outcome], set[int]]:
+    def _present(self, groups: Sequence[RankGroup]) -> tuple[list[Outcome], set[int]]:
         """Run the groups whose members are all present; returns all groups' outcomes, and the hosts absent by now."""
-        absent = self.roll.call()
-        able = [k for k, w in enumerate(worlds) if len(w.members) > 1 and not absent & set(w.members)]
-        outcomes = [Outcome(w, whole=False, why="some members are absent") for w in worlds]
-        for k, result in zip(able, self._play([worlds[k] for k in able]), strict=True):
+        absent = self.presence.absent()
+        able = [k for k, w in enumerate(groups) if len(w.members) > 1 and not absent & set(w.members)]
+        outcomes = [Outcome(w, whole=False, why="some members are absent") for w in groups]
+        for k, result in zip(able, self._run_groups([groups[k] for k in able]), strict=True):
             outcomes[k] = result
         if not all(outcomes[k].whole for k in able):
-            absent |= self.roll.call()
+            absent |= self.presence.absent()
         return outcomes, absent
 
-    def _play(self, worlds: Sequence[RankGroup]) -> list[Outcome]:
+    def _run_groups(self, groups: Sequence[RankGroup]) -> list[Outcome]:
         ranks = Ranks(self.agent_pool, self.hosts, self.machines, self.device)
         seconds = {"flow": _FLOW_S[self.device], "sum": _SUM_S[self.device], "stall": _STALL_S}
-        outcomes = ranks.play(worlds, seconds, self.timeout_s)
+        outcomes = ranks.run(groups, seconds, self.timeout_s)
         self.outcomes += outcomes
         for result in outcomes:
-            self.roll.missed(result.silent)
+            self.presence.add_silent(result.silent)
             for n, why in result.own.items():
                 self.problems.failed[n].append(why)
         return outcomes
 
     def _reading(self, result: Outcome, absent: set[int]) -> float:
-        """Gb/s of the slower way. NaN: nothing known of the link; 0: nothing got through, though both are present."""
-        if result.silent or result.own or absent & set(result.world.members):
+        """Gb/s of the slower direction. NaN: nothing known of the link; 0: nothing got through, though both are present."""
+        if result.silent or result.own or absent & set(result.group.members):
             return np.nan
-        ways = []
-        for way in (0, 1):
-            flows = result.way(way)
-            if len(flows) < len(result.world.gpus[0]):
+        rates = []
+        for direction in (0, 1):
+            flows = result.direction(direction)
+            if len(flows) < len(result.group.gpus[0]):
                 # Hosts that share a machine may only have waited for its processors.
                 return np.nan if self.shared else 0.0
-            ways.append(sum(f.gbit_s for f in flows))
-        return min(ways)
+            rates.append(sum(f.gbit_s for f in flows))
+        return min(rates)
 
     def _rails(self, round_: Round, gbit_s: Floats, outcomes: Sequence[Outcome], absent: set[int]) -> None:
         """Fill in each rail: by ib_write_bw, or without it by NCCL restricted to that rail's port."""
         assert self.stage is not None
         if self.perftest:
             # Where TCP does not get through, perftest's two ends cannot connect either.
-            met = [k for k, o in enumerate(outcomes) if not o.silent and not absent & set(o.world.members)]
+            met = [k for k, o in enumerate(outcomes) if not o.silent and not absent & set(o.group.members)]
             for k, rail, value, found in ib_pair.rates(
                 self.agent_pool, self.hosts, self.stage.devices, round_, met
             ):
@@ -323,13 +323,13 @@ class LiveBench:
         elif self.device == "cuda":
             for rail, device in enumerate(self.stage.devices):
                 used = [k for k in range(len(round_.pairs)) if round_.rails[k, rail]]
-                worlds = []
+                groups = []
                 for k in used:
-                    count = len(outcomes[k].world.gpus[0])
+                    count = len(outcomes[k].group.gpus[0])
                     gpu = ((rail % count,),) * 2
                     hca = device.replace("/", ":")
-                    worlds.append(RankGroup(outcomes[k].world.members, gpu, ((0, 1, 0), (1, 0, 1)), hca=hca))
-                for k, result in zip(used, self._play(worlds), strict=True):
+                    groups.append(RankGroup(outcomes[k].group.members, gpu, ((0, 1, 0), (1, 0, 1)), hca=hca))
+                for k, result in zip(used, self._run_groups(groups), strict=True):
                     gbit_s[k, rail] = self._reading(result, absent)
 
     # -- groups
@@ -338,18 +338,20 @@ class LiveBench:
         """One round of all-reduces."""
         with self.timed("all"):
             count = len(round_.groups)
-            self.say(f"groups of {round_.size}, round {round_.number}: {count} all-reduce{'s' * (count > 1)}")
-            worlds = []
+            self.report(
+                f"groups of {round_.size}, round {round_.number}: {count} all-reduce{'s' * (count > 1)}"
+            )
+            groups = []
             for group in round_.groups:
                 members = tuple(int(n) for n in group)
-                worlds.append(RankGroup(members, self._gpus(members), sizes=self.sizes))
-            outcomes, absent = self._present(worlds)
-            busbw = np.full(len(worlds), np.nan)
+                groups.append(RankGroup(members, self._gpus(members), sizes=self.sizes))
+            outcomes, absent = self._present(groups)
+            busbw = np.full(len(groups), np.nan)
             answered = np.ones(len(self.hosts), dtype=bool)
             for k, result in enumerate(outcomes):
-                gone = absent & set(result.world.members)
+                gone = absent & set(result.group.members)
                 if result.sums and not gone:
-                    busbw[k] = result.sums[-1].busbw(result.world.size)
+                    busbw[k] = result.sums[-1].busbw(result.group.size)
                 answered[[*result.silent, *gone]] = False
             return GroupReadings(busbw, answered)
 
@@ -357,7 +359,7 @@ class LiveBench:
 
     def answer(self, which: Ints) -> Bools:
         """Whether each of these hosts answers now, to the conductor and to the other hosts."""
-        absent = self.roll.call(network=self.ranks_wanted)
+        absent = self.presence.absent(network=self.ranks_wanted)
         return np.array([int(n) not in absent for n in which], dtype=bool)
 
     def fails_often(self) -> dict[int, str]:

@@ -27,7 +27,7 @@ _PEERS = 3  # nodes needed for a usual value, their median
 def hosts(bench: LiveBench, gone: set[str]) -> Iterator[Finding]:
     """Faults of hosts that showed while they were measured. `gone` no longer answer."""
     problems, names = bench.problems, [h.name for h in bench.hosts]
-    for n, why in sorted(bench.roll.silent.items()):
+    for n, why in sorted(bench.presence.silent.items()):
         if n not in bench.hello:
             yield Finding("LIV001", "FAIL", Target(node=names[n]), f"{names[n]} is unreachable: {why}")
         else:
@@ -35,7 +35,7 @@ def hosts(bench: LiveBench, gone: set[str]) -> Iterator[Finding]:
             yield Finding("LIV002", verdict, Target(node=names[n]), f"{names[n]}: {why}")
     for n, why in sorted(problems.stage.items()):
         yield Finding("LIV007", "FAIL", Target(node=names[n]), f"{names[n]}: the node stage {why}")
-    for n, times in sorted(bench.roll.cut_off.items()):
+    for n, times in sorted(bench.presence.cut_off.items()):
         verdict = "FAIL" if names[n] in gone else "WARN"
         text = f"{names[n]} responds to the check, but has no connection to the others ({times} times)"
         yield Finding("LIV003", verdict, Target(node=names[n]), text)
@@ -69,7 +69,7 @@ def _failed(outcomes: Iterable[Outcome], names: Sequence[str]) -> Iterator[Findi
     """Pairs and groups that were cut short for a reason that is no single host's; the first few of them."""
     cut = [o for o in outcomes if not o.whole and not o.silent and not o.own]
     for result in cut[:_SHOWN]:
-        who = listed(names[n] for n in result.world.members)
+        who = listed(names[n] for n in result.group.members)
         text = f"{who}: the measurement was interrupted: {result.why}"
         yield Finding("LIV009", "UNJUDGED", Target(), text, why_unjudged=result.why)
     if len(cut) > _SHOWN:
@@ -80,7 +80,7 @@ def _failed(outcomes: Iterable[Outcome], names: Sequence[str]) -> Iterator[Findi
 def _wrong(outcomes: Iterable[Outcome], names: Sequence[str]) -> Iterator[Finding]:
     for result in outcomes:
         if bad := [s for s in result.sums if s.wrong]:
-            who = [names[n] for n in result.world.members]
+            who = [names[n] for n in result.group.members]
             target = Target(node=who[0]) if len(who) == 1 else Target()
             text = f"{bad[0].wrong} wrong elements in an all-reduce of {bad[0].size_bytes} bytes over {listed(who)}"
             zero = Expected(0, "values", "arithmetic")
@@ -97,12 +97,14 @@ def pairs(case: Case, outcomes: Sequence[Outcome], algorithm: str) -> Iterator[F
     reached = np.where(layout.usable, state.share * state.rate, np.inf).min(axis=1)
     values = reached[cleared]
     usual = float(np.median(values)) if len(values) >= _PEERS else None
-    rate, terms = layout.rate_gbit_s, layout.terms
+    rate, thresholds = layout.rate_gbit_s, layout.thresholds
     source = "the ports' nominal rate" if rate is not None else "median of the nodes"
     expected = None
     if rate is not None or usual is not None:
-        value = terms.suspect * (rate if rate is not None else usual or 0.0)
-        expected = Expected(value, "Gb/s", f"{terms.suspect:.0%} of {source}", "one direction", algorithm)
+        value = thresholds.suspect * (rate if rate is not None else usual or 0.0)
+        expected = Expected(
+            value, "Gb/s", f"{thresholds.suspect:.0%} of {source}", "one direction", algorithm
+        )
     for node in np.flatnonzero(cleared):
         target, value = Target(node=case.stage.names[node]), round(float(reached[node]), 3)
         text = f"{value:.4g} Gb/s in one direction with its best partner, slower direction ({algorithm})"
@@ -124,7 +126,7 @@ def _together(case: Case, outcomes: Sequence[Outcome]) -> Iterator[Finding]:
             values = [s.busbw(ranks) for s, ranks in found if s.size_bytes == size]
             middle = float(np.median(values))
             text = f"all-reduce of {size} bytes over {members} nodes: {middle:.4g} GB/s busbw, median of {len(values)}"
-            if case.layout.terms.shared:
+            if case.layout.thresholds.shared:
                 why = "the hosts share CPUs: the rate is limited by the machine, not the network"
                 yield Finding(code, "UNJUDGED", Target(), text, middle, "GB/s", why_unjudged=why)
             else:
@@ -134,9 +136,9 @@ def _together(case: Case, outcomes: Sequence[Outcome]) -> Iterator[Finding]:
 def _of(outcomes: Sequence[Outcome], wanted: Any) -> dict[int, list[tuple[Sum, int]]]:
     found: dict[int, list[tuple[Sum, int]]] = {}
     for result in outcomes:
-        if wanted(len(result.world.members)):
+        if wanted(len(result.group.members)):
             for one in result.sums:
-                found.setdefault(len(result.world.members), []).append((one, result.world.size))
+                found.setdefault(len(result.group.members), []).append((one, result.group.size))
     return found
 
 
@@ -149,7 +151,7 @@ def nccl(bench: LiveBench) -> list[Finding]:
     for result in bench.outcomes:
         if result in bench.inside.values() or not (log := _log(bench, result, "NCCL_DEBUG")):
             continue
-        for one in nccl_judge.judge(log, Context(nodes=len(result.world.members))):
+        for one in nccl_judge.judge(log, Context(nodes=len(result.group.members))):
             found.setdefault((one.code, one.verdict, one.target), one)
     return list(found.values())
 
@@ -164,9 +166,9 @@ def inside(bench: LiveBench) -> tuple[list[Finding], list[Judged]]:
         log.table, log.test = True, "all_reduce_perf"
         log.average, log.out_of_bounds = (0, "", False), (0, 0, True)
         gpu = "" if bench.stage is None else bench.stage.gpu or ""
-        log.ranks = [Rank(r, name, r, gpu) for r in range(result.world.size)]
+        log.ranks = [Rank(r, name, r, gpu) for r in range(result.group.size)]
         log.rows = [
-            Row(0, s.size_bytes, s.size_bytes / s.seconds / 1e9, s.busbw(result.world.size), float(s.wrong))
+            Row(0, s.size_bytes, s.size_bytes / s.seconds / 1e9, s.busbw(result.group.size), float(s.wrong))
             for s in result.sums
         ]
         gpus = None if bench.stage is None else len(bench.stage.slots)

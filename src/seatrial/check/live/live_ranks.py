@@ -21,7 +21,7 @@ _OF_OTHERS = re.compile(
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Ranks of some hosts together. `flows`: (sender, receiver, way) as probe_pair.py takes them.
+    """Ranks of some hosts together. `flows`: (sender, receiver, direction) as probe_pair.py takes them.
 
     `gpus` are the CUDA devices of each member, one rank each; on CPU one rank per host.
     """
@@ -71,7 +71,7 @@ class Sum:
 class Outcome:
     """The result of a rank group. Agents of `silent` members did not reply; `own` failed for a reason of their own."""
 
-    world: RankGroup
+    group: RankGroup
     flows: list[Flow] = field(default_factory=list)
     sums: list[Sum] = field(default_factory=list)
     silent: dict[int, str] = field(default_factory=dict)  # host -> why
@@ -80,17 +80,17 @@ class Outcome:
     nccl: list[tuple[int, str]] = field(default_factory=list)  # host, line of NCCL_DEBUG
     why: str = ""  # the reason if it is incomplete
 
-    def way(self, number: int) -> list[Flow]:
-        """The measured flows of one way."""
-        wanted = {(a, b) for a, b, w in self.world.flows if w == number}
+    def direction(self, number: int) -> list[Flow]:
+        """The measured flows of one direction."""
+        wanted = {(a, b) for a, b, w in self.group.flows if w == number}
         return [f for f in self.flows if (f.sender, f.receiver) in wanted]
 
 
-def batches(worlds: Sequence[RankGroup], machines: Sequence[str]) -> list[list[int]]:
+def batches(groups: Sequence[RankGroup], machines: Sequence[str]) -> list[list[int]]:
     """Which groups may run at once: no two of a batch have hosts on one machine, whose processors they would share."""
     found: list[tuple[list[int], set[str]]] = []
-    for number, world in enumerate(worlds):
-        used = {machines[m] for m in world.members}
+    for number, group in enumerate(groups):
+        used = {machines[m] for m in group.members}
         for batch, taken in found:
             if not taken & used:
                 batch.append(number)
@@ -113,50 +113,48 @@ class Ranks:
     ) -> None:
         self.agent_pool, self.hosts, self.machines, self.device = agent_pool, hosts, machines, device
 
-    def play(
-        self, worlds: Sequence[RankGroup], seconds: Mapping[str, float], limit_s: float
-    ) -> list[Outcome]:
+    def run(self, groups: Sequence[RankGroup], seconds: Mapping[str, float], limit_s: float) -> list[Outcome]:
         """Run all groups, as many at once as possible; outcomes in the same order. `seconds`: see probe_pair.py."""
         outcomes: dict[int, Outcome] = {}
-        for batch in batches(worlds, self.machines):
+        for batch in batches(groups, self.machines):
             orders: dict[Key, Order] = {
-                (worlds[k].members[0], k): self._order(worlds[k], 0, None, seconds) for k in batch
+                (groups[k].members[0], k): self._order(groups[k], 0, None, seconds) for k in batch
             }
 
             def others(key: Key, note: Mapping[str, Any]) -> Mapping[Key, Order]:
-                world = worlds[key[1]]
+                group = groups[key[1]]
                 store = [self.hosts[key[0]].address, note["port"]]
                 return {
-                    (host, key[1]): self._order(world, place, store, seconds)
-                    for place, host in enumerate(world.members)
+                    (host, key[1]): self._order(group, place, store, seconds)
+                    for place, host in enumerate(group.members)
                     if place
                 }
 
             replies = self.agent_pool.ask(orders, limit_s=limit_s, note=others, failed=_failed)
             for k in batch:
                 mine = {key[0]: reply for key, reply in replies.items() if key[1] == k}
-                outcomes[k] = outcome(worlds[k], mine)
-        return [outcomes[k] for k in range(len(worlds))]
+                outcomes[k] = outcome(groups[k], mine)
+        return [outcomes[k] for k in range(len(groups))]
 
     def _order(
-        self, world: RankGroup, place: int, store: list[Any] | None, seconds: Mapping[str, float]
+        self, group: RankGroup, place: int, store: list[Any] | None, seconds: Mapping[str, float]
     ) -> Order:
-        host = self.hosts[world.members[place]]
-        other = world.members[1 if place == 0 and len(world.members) > 1 else 0]
+        host = self.hosts[group.members[place]]
+        other = group.members[1 if place == 0 and len(group.members) > 1 else 0]
         spec = {
-            "ranks": world.ranks(place),
-            "gpus": list(world.gpus[place]),
-            "world": world.size,
+            "ranks": group.ranks(place),
+            "gpus": list(group.gpus[place]),
+            "world": group.size,
             "device": self.device,
             "backend": "nccl" if self.device == "cuda" else "gloo",
             "store": store,
             "listen": host.address,
             "interface": host.interface,
             "toward": self.hosts[other].address,
-            "flows": [list(f) for f in world.flows],
+            "flows": [list(f) for f in group.flows],
             "seconds": dict(seconds),
-            "sizes": list(world.sizes),
-            "hca": world.hca,
+            "sizes": list(group.sizes),
+            "hca": group.hca,
         }
         return {"do": "ranks", "spec": spec}
 
@@ -165,9 +163,9 @@ def _failed(reply: Reply) -> bool:
     return reply.value is None or any("failed" in r for r in reply.value["ranks"])
 
 
-def outcome(world: RankGroup, replies: Mapping[int, Reply]) -> Outcome:
+def outcome(group: RankGroup, replies: Mapping[int, Reply]) -> Outcome:
     """Combine the members' replies. A member that was not asked, because the first one failed before, has no reply."""
-    result = Outcome(world)
+    result = Outcome(group)
     times: dict[int, list[list[float]]] = {}
     wrong: dict[int, int] = {}
     rates: dict[tuple[int, int], dict[str, Any]] = {}
@@ -188,7 +186,7 @@ def outcome(world: RankGroup, replies: Mapping[int, Reply]) -> Outcome:
             for one in measured.get("all_reduce", []):
                 times.setdefault(one["bytes"], []).append(one["seconds"])
                 wrong[one["bytes"]] = wrong.get(one["bytes"], 0) + one["wrong"]
-    result.whole = not (result.silent or result.own or result.why) and len(replies) == len(world.members)
+    result.whole = not (result.silent or result.own or result.why) and len(replies) == len(group.members)
     result.why = result.why or "; ".join([*result.silent.values(), *result.own.values()])
     for (sender, receiver), flow in sorted(rates.items()):
         if flow["gbit_s"] is not None:
@@ -196,6 +194,6 @@ def outcome(world: RankGroup, replies: Mapping[int, Reply]) -> Outcome:
     for size, by_rank in sorted(times.items()):
         # A repeat ends with its slowest rank; a rank that was cut short has fewer repeats.
         slowest = [max(repeat) for repeat in zip(*by_rank, strict=False)]
-        if slowest and len(by_rank) == world.size:
+        if slowest and len(by_rank) == group.size:
             result.sums.append(Sum(size, median(slowest), len(slowest), wrong[size]))
     return result

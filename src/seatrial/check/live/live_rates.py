@@ -52,13 +52,17 @@ def _flows(outcomes: Sequence[Outcome]) -> tuple[list[float], int] | None:
     best: dict[int, float] = {}
     size = 0
     for result in outcomes:
-        if len(result.world.members) != 2 or result.world.hca is not None:
+        if len(result.group.members) != 2 or result.group.hca is not None:
             continue
-        ways = [sum(f.gbit_s for f in result.way(way)) for way in (0, 1) if result.way(way)]
-        if len(ways) == 2:
+        rates = [
+            sum(f.gbit_s for f in result.direction(direction))
+            for direction in (0, 1)
+            if result.direction(direction)
+        ]
+        if len(rates) == 2:
             size = max(size, *(f.message_bytes for f in result.flows))
-            for node in result.world.members:
-                best[node] = max(best.get(node, 0.0), min(ways))
+            for node in result.group.members:
+                best[node] = max(best.get(node, 0.0), min(rates))
     return (list(best.values()), size) if best else None
 
 
@@ -66,8 +70,8 @@ def _sums(outcomes: Sequence[Outcome], backend: str) -> list[dict[str, Any]]:
     values: dict[tuple[int, int, int], list[float]] = {}
     for result in outcomes:
         for one in result.sums:
-            key = (len(result.world.members), result.world.size, one.size_bytes)
-            values.setdefault(key, []).append(one.busbw(result.world.size))
+            key = (len(result.group.members), result.group.size, one.size_bytes)
+            values.setdefault(key, []).append(one.busbw(result.group.size))
     return [
         {
             "what": f"{nodes} node{'s' * (nodes > 1)}",

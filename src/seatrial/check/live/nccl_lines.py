@@ -10,7 +10,7 @@ _TELLS = re.compile(
 _MOST_LINES = 64  # of one rank; more are repetitions of the same warning
 
 
-def telling(text: str) -> list[str]:
+def topology_lines(text: str) -> list[str]:
     """The first lines that nccl_log.py reads, without unprintable characters."""
     found = [line for line in text.splitlines() if "NCCL" in line and _TELLS.search(line)]
     return ["".join(c if c.isprintable() else "?" for c in line[:500]) for line in found[:_MOST_LINES]]

@@ -9,7 +9,7 @@ Runs in a process forked by fork_server.py. Its parameters (`spec`):
 | store | [address, port] of rank 0's store; null for rank 0 itself, which sends its port in a note |
 | interface | the network device to use; null for the one with the route to `toward`, an address of another host |
 | gpus | the CUDA device of each of this host's ranks |
-| flows | [sender, receiver, way]: those of one `way` run at once, one way after the other |
+| flows | [sender, receiver, direction]: those of one `direction` run at once, one direction after the other |
 | seconds | {"flow": how long a flow lasts, "sum": how long the all-reduces of one size may take, "stall": the longest time without progress, which fork_server.py enforces} |
 | sizes | message sizes of the all-reduce, bytes |
 | hca | the RDMA device ("mlx5_0:1") that NCCL must use; null for its own choice |
@@ -86,8 +86,8 @@ class _Probe:
         flows: list[dict[str, Any]] = []
         sums: list[dict[str, Any]] = []
         values = {"setup_s": round(time.monotonic() - begin, 3), "flows": flows, "all_reduce": sums}
-        for way in sorted({way for _, _, way in self.spec["flows"]}):
-            flows += self._way(way)
+        for direction in sorted({direction for _, _, direction in self.spec["flows"]}):
+            flows += self._direction(direction)
             channel.send({"measured": values})
         for size in sorted(self.spec["sizes"]):
             if self._agree(int(self._too_long(int(size), sums))):
@@ -124,8 +124,8 @@ class _Probe:
 
     # -- flows
 
-    def _way(self, way: int) -> list[dict[str, Any]]:
-        mine = [(a, b) for a, b, w in self.spec["flows"] if w == way and self.rank in (a, b)]
+    def _direction(self, direction: int) -> list[dict[str, Any]]:
+        mine = [(a, b) for a, b, w in self.spec["flows"] if w == direction and self.rank in (a, b)]
         self._agree(0)
         found = []
         for sender, receiver in mine:

@@ -67,11 +67,11 @@ class Places:
 
 
 def measure(
-    options: NodeOptions, tell: Callable[[str], None] = lambda text: None, places: Places | None = None
+    options: NodeOptions, progress: Callable[[str], None] = lambda text: None, places: Places | None = None
 ) -> dict[str, Any]:
     """Collect everything that this node knows of itself. Never raises for what hardware, tools or permissions do.
 
-    `tell` gets a line before each part. Leaves no process and no file.
+    `progress` is called with the name of each part before it starts. Leaves no process and no file.
 
     Keys: "version", "options", "seconds", "parts" (part -> seconds); "inventory", "limits", "clock", "interface",
     "storage", "kernel", "gpus" and, after the load, "gpus_after" as their readers return them (node_*.py,
@@ -79,27 +79,27 @@ def measure(
     "link_errors" likewise (texts of `nvidia-smi nvlink -e`), "load_s" between them; "rates" (collect_rates(), with
     "device", "ended", "problem", "seconds"); "outputs" of tools for judge_pieces(), each a "text" or, of NVML, "states"; "calls": how each tool call ended.
     """
-    return _Stage(options, tell, places or Places()).run()
+    return _Stage(options, progress, places or Places()).run()
 
 
 class _Stage:
-    def __init__(self, options: NodeOptions, tell: Callable[[str], None], places: Places) -> None:
-        self.options, self.tell, self.places = options, tell, places
-        self.begun = time.monotonic()
+    def __init__(self, options: NodeOptions, progress: Callable[[str], None], places: Places) -> None:
+        self.options, self.progress, self.places = options, progress, places
+        self.started_at = time.monotonic()
         self.parts: dict[str, float] = {}
         self.calls: list[Result] = []
         self.outputs: list[dict[str, Any]] = []
 
     def left(self) -> float:
-        return self.options.seconds - (time.monotonic() - self.begun)
+        return self.options.seconds - (time.monotonic() - self.started_at)
 
     def part(self, name: str, work: Callable[[], T]) -> T:
-        self.tell(name)
-        begun = time.monotonic()
+        self.progress(name)
+        started_at = time.monotonic()
         try:
             return work()
         finally:
-            self.parts[name] = round(time.monotonic() - begun, 3)
+            self.parts[name] = round(time.monotonic() - started_at, 3)
 
     def run(self) -> dict[str, Any]:
         options, root = self.options, Path(self.places.root)
@@ -142,7 +142,7 @@ class _Stage:
         # Last, because the load may have caused driver messages.
         facts["kernel"] = self.part("kernel log", lambda: read_kernel_log(Path(self.places.kernel_log)))
         facts["outputs"], facts["calls"] = self.outputs, [c.facts() for c in self.calls]
-        facts["parts"], facts["seconds"] = self.parts, round(time.monotonic() - self.begun, 3)
+        facts["parts"], facts["seconds"] = self.parts, round(time.monotonic() - self.started_at, 3)
         return facts
 
     def _driver(self, inventory: dict[str, Any]) -> bool:

@@ -75,7 +75,7 @@ while not os.path.isdir(at) and at != "/":
     at = os.path.dirname(at)
 try:
     s = os.statvfs(at)
-    told = {
+    result = {
         "at": at,
         "size_bytes": s.f_blocks * s.f_frsize,
         "free_bytes": s.f_bavail * s.f_frsize,
@@ -87,8 +87,8 @@ try:
         "problem": None,
     }
 except OSError as error:
-    told = {"at": at, "problem": error.strerror or str(error)}
-print(json.dumps(told))
+    result = {"at": at, "problem": error.strerror or str(error)}
+print(json.dumps(result))
 """
 
 

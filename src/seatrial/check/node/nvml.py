@@ -30,7 +30,7 @@ _LINKS = 18  # NVML_NVLINK_MAX_LINKS
 
 
 class _Fabric(ctypes.Structure):
-    """nvmlGpuFabricInfo_v2_t: the package's own layout has been wrong (NVIDIA/DCGM says so, and defines its own)."""
+    """nvmlGpuFabricInfo_v2_t: the package's layout has been wrong (NVIDIA/DCGM notes this, and defines its own)."""
 
     _fields_ = (
         ("version", ctypes.c_uint),

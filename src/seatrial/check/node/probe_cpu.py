@@ -1,8 +1,8 @@
 """CPU rates of a node without GPUs: matrix product, memory and loopback. For probe_rates.py; imports torch.
 
-Nodes of a virtual cluster share one machine, and other work may run on it. So the measuring process takes the machine's
-turn (a lock released when its holder exits, leaving nothing), and the best of many repeats of a few milliseconds
-counts, shorter than a time slice. Products are timed by each thread's own CPU time, unaffected by other work. Copies
+Nodes of a virtual cluster share one machine, and other work may run on it. So the measuring process holds the machine's
+lock (released when its holder exits, leaving nothing), and the best of many repeats of a few milliseconds counts,
+shorter than a time slice. Products are timed by each thread's own CPU time, unaffected by other work. Copies
 are not: threads that do not run at once do not share the memory. So they report their share of CPU time for
 judge_load.py.
 """
@@ -38,8 +38,8 @@ _TURN = "/dev/shm"
 _LOOK_S = 0.02
 
 
-def measure_cpu(seconds: float, threads: int, tell: Callable[[dict[str, Any]], None]) -> None:
-    """Send {"cpu": {...}}: GFLOP/s of an fp32 product, GB/s of a copy (read + write) and of TCP on 127.0.0.1 by `tell`.
+def measure_cpu(seconds: float, threads: int, send: Callable[[dict[str, Any]], None]) -> None:
+    """Send {"cpu": {...}}: GFLOP/s of an fp32 product, GB/s of a copy (read + write) and of TCP on 127.0.0.1.
 
     `seconds` is for all of it, including waiting for the machine's lock.
     """
@@ -47,21 +47,21 @@ def measure_cpu(seconds: float, threads: int, tell: Callable[[dict[str, Any]], N
     count = threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(1)  # we start our own threads, so that each one's time is known
     size = _copy_bytes()
-    tell({"doing": "waiting for the machine's lock"})
-    with _turn(deadline - seconds * 0.4) as mine:
+    send({"doing": "waiting for the machine's lock"})
+    with _machine_lock(deadline - seconds * 0.4) as mine:
         part = max(0.2, min(0.5, (deadline - time.monotonic()) / 4))
         found: dict[str, Any] = {"threads": count, "copy_bytes": size, "turn": mine}
-        tell({"doing": "GEMMs"})
+        send({"doing": "GEMMs"})
         found["gemm_gflop_s"] = _products(part, count)
-        tell({"doing": "copies in memory"})
+        send({"doing": "copies in memory"})
         rate, share, repeats = _copies(part, count, size)
         found["memory_gb_s"], found["memory_share"], found["memory_repeats"] = rate, share, repeats
-        tell({"doing": "TCP on 127.0.0.1"})
+        send({"doing": "TCP on 127.0.0.1"})
         try:
             found["loopback_gb_s"], found["loopback_share"] = _loopback(part / 2)
         except OSError as error:
             found["loopback_gb_s"], found["loopback_problem"] = None, error.strerror or str(error)
-    tell({"cpu": found})
+    send({"cpu": found})
 
 
 def _products(seconds: float, threads: int) -> float:
@@ -73,9 +73,9 @@ def _products(seconds: float, threads: int) -> float:
         torch.set_num_threads(1)  # OpenMP has this setting per thread
         a, b, c = (torch.rand(_ROWS, _ROWS) for _ in range(3))
         for repeat in range(_MOST_REPEATS):
-            begun = time.thread_time()
+            started_at = time.thread_time()
             torch.mm(a, b, out=c)
-            rates[number] = max(rates[number], 2 * _ROWS**3 / (time.thread_time() - begun) / 1e9)
+            rates[number] = max(rates[number], 2 * _ROWS**3 / (time.thread_time() - started_at) / 1e9)
             if repeat >= _LEAST_REPEATS and time.perf_counter() > until:
                 break
 
@@ -108,18 +108,18 @@ def _copies(seconds: float, threads: int, size: int) -> tuple[float, float, int]
             together.wait()
             if over:
                 break
-            used, begun, copies = time.thread_time(), time.perf_counter(), 0
-            while copies == 0 or time.perf_counter() - begun < window:
+            used, started_at, copies = time.thread_time(), time.perf_counter(), 0
+            while copies == 0 or time.perf_counter() - started_at < window:
                 target.copy_(source)
                 copies += 1
-            times[number].append((time.perf_counter() - begun, time.thread_time() - used, copies))
+            times[number].append((time.perf_counter() - started_at, time.thread_time() - used, copies))
 
     _all(work, threads)
     found = []
     for repeat in zip(*times, strict=True):
-        rate = sum(2 * words * 4 * copies / took for took, _, copies in repeat) / 1e9
+        rate = sum(2 * words * 4 * copies / seconds for seconds, _, copies in repeat) / 1e9
         found.append(
-            (min(1.0, sum(used for _, used, _ in repeat) / sum(took for took, _, _ in repeat)), rate)
+            (min(1.0, sum(used for _, used, _ in repeat) / sum(seconds for seconds, _, _ in repeat)), rate)
         )
     # While a thread had to wait, the others had the memory for themselves: their rate is meaningless.
     own = [(rate, share) for share, rate in found if share >= _OWN_SHARE]
@@ -144,7 +144,7 @@ def _copy_bytes() -> int:
 
 
 @contextmanager
-def _turn(until: float) -> Iterator[bool]:
+def _machine_lock(until: float) -> Iterator[bool]:
     """Hold the machine's lock; False if not acquired by `until`: then the CPU shares show whether others ran."""
     try:
         fd = os.open(_TURN, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -175,12 +175,12 @@ def _loopback(seconds: float) -> tuple[float, float]:
 
     def receive() -> None:
         into = bytearray(_CHUNK)
-        got, begun, cpu = 0, time.perf_counter(), time.process_time()
+        got, started_at, cpu = 0, time.perf_counter(), time.process_time()
         while n := far.recv_into(into):
             got += n
-            if (took := time.perf_counter() - begun) >= _WINDOW_S:
-                windows.append((got / took / 1e9, (time.process_time() - cpu) / took))
-                got, begun, cpu = 0, time.perf_counter(), time.process_time()
+            if (elapsed_s := time.perf_counter() - started_at) >= _WINDOW_S:
+                windows.append((got / elapsed_s / 1e9, (time.process_time() - cpu) / elapsed_s))
+                got, started_at, cpu = 0, time.perf_counter(), time.process_time()
 
     reader = threading.Thread(target=receive)
     with near, far:

@@ -17,7 +17,7 @@ import torch
 from seatrial.check.node.load_samples import Sampler
 from seatrial.hardware.xid import address
 
-Tell = Callable[[dict[str, Any]], None]
+Send = Callable[[dict[str, Any]], None]
 
 # Rows, columns, inner: shapes of published maxima (stas00/ml-engineering, mamf-finder: H100, A100), and a plain one.
 _SHAPES = ((8192, 8192, 8192), (6144, 17920, 2816), (2048, 2048, 13312))
@@ -33,7 +33,7 @@ _REPEATS = 5
 _LEAST_FREE = 8 << 30
 
 
-def measure_cuda(seconds: float, tell: Tell) -> None:
+def measure_cuda(seconds: float, send: Send) -> None:
     """Send {"gpu": {"pci", ...}} and {"pair": ...} of all visible devices; {"skipped"} if `seconds` are too few.
 
     TFLOP/s of bf16 products, GB/s: "hbm" is a copy within the memory (read and write added), all others are one
@@ -41,42 +41,42 @@ def measure_cuda(seconds: float, tell: Tell) -> None:
     CUDA's.
     """
     deadline = time.monotonic() + seconds
-    tell({"doing": "starting CUDA"})
+    send({"doing": "starting CUDA"})
     if torch.version.cuda is None:
-        tell({"failed": "starting CUDA", "problem": "the installed PyTorch has no CUDA", "hardware": False})
+        send({"failed": "starting CUDA", "problem": "the installed PyTorch has no CUDA", "hardware": False})
         return
     try:
         torch.cuda.init()
     except RuntimeError as error:
-        tell({"failed": "starting CUDA", "problem": _error_text(error), "hardware": True})
+        send({"failed": "starting CUDA", "problem": _error_text(error), "hardware": True})
         return
     usable = []
     for number in range(torch.cuda.device_count()):
         device = _Device(number)
         problem, broken = device.start()
         known = {"pci": device.pci, "index": number, "name": device.name}
-        tell({"gpu": known | {"problem": problem, "broken": broken}})
+        send({"gpu": known | {"problem": problem, "broken": broken}})
         if problem is None:
             usable.append(device)
     parts: tuple[tuple[str, Callable[[], None]], ...] = (
-        ("bf16 products", lambda: _products(usable, tell)),
-        ("sustained bf16 GEMMs", lambda: _sustain(usable, tell)),
-        ("copies within the memory", lambda: _memory(usable, tell)),
-        ("copies from and to the host", lambda: _host(usable, tell)),
-        ("copies between GPUs", lambda: _pairs(usable, deadline, tell)),
+        ("bf16 products", lambda: _products(usable, send)),
+        ("sustained bf16 GEMMs", lambda: _sustain(usable, send)),
+        ("copies within the memory", lambda: _memory(usable, send)),
+        ("copies from and to the host", lambda: _host(usable, send)),
+        ("copies between GPUs", lambda: _pairs(usable, deadline, send)),
     )
     for name, part in parts:
         if time.monotonic() > deadline:
-            tell({"skipped": name})
+            send({"skipped": name})
             continue
-        tell({"doing": name})
+        send({"doing": name})
         try:
             part()
         except torch.OutOfMemoryError as error:  # another program has taken the memory meanwhile
-            tell({"failed": name, "problem": _error_text(error), "hardware": False})
+            send({"failed": name, "problem": _error_text(error), "hardware": False})
         except RuntimeError as error:
             # A CUDA error as torch raises it: after one, no further result can be trusted.
-            tell({"failed": name, "problem": _error_text(error), "hardware": True})
+            send({"failed": name, "problem": _error_text(error), "hardware": True})
             return
 
 
@@ -137,16 +137,16 @@ class _Product:
             torch.mm(self._a, self._b, out=self._c)
 
 
-def _products(devices: list[_Device], tell: Tell) -> None:
+def _products(devices: list[_Device], send: Send) -> None:
     for device in devices:
         best = 0.0
         for shape in _SHAPES:
             product = _Product(device, shape, _REPEAT_S)
             best = max(best, product.flop / _best(device, product) / 1e12)
-        tell({"gpu": {"pci": device.pci, "gemm_tflop_s": best}})
+        send({"gpu": {"pci": device.pci, "gemm_tflop_s": best}})
 
 
-def _sustain(devices: list[_Device], tell: Tell) -> None:
+def _sustain(devices: list[_Device], send: Send) -> None:
     """All devices at once, while the clocks are sampled; the rate is the median of short windows."""
     rates: dict[str, list[float]] = {device.pci: [] for device in devices}
     problems: list[RuntimeError] = []
@@ -179,18 +179,18 @@ def _sustain(devices: list[_Device], tell: Tell) -> None:
         windows = sorted(rates[device.pci])
         rate = windows[len(windows) // 2] if windows else None
         values = {"pci": device.pci, "sustained_tflop_s": rate, "load": samples.get(device.pci)}
-        tell({"gpu": values | {"load_problem": sampler.problem}})
+        send({"gpu": values | {"load_problem": sampler.problem}})
 
 
-def _memory(devices: list[_Device], tell: Tell) -> None:
+def _memory(devices: list[_Device], send: Send) -> None:
     for device in devices:
         source = torch.ones(_HBM_BYTES // 4, device=device.device)
         target = torch.empty_like(source)
-        took = _best(device, partial(target.copy_, source))
-        tell({"gpu": {"pci": device.pci, "hbm_gb_s": 2 * _HBM_BYTES / took / 1e9}})
+        duration_s = _best(device, partial(target.copy_, source))
+        send({"gpu": {"pci": device.pci, "hbm_gb_s": 2 * _HBM_BYTES / duration_s / 1e9}})
 
 
-def _host(devices: list[_Device], tell: Tell) -> None:
+def _host(devices: list[_Device], send: Send) -> None:
     if not devices:
         return
     host = torch.ones(_HOST_BYTES // 4).pin_memory()
@@ -199,15 +199,15 @@ def _host(devices: list[_Device], tell: Tell) -> None:
         to = _best(device, partial(there.copy_, host, non_blocking=True))
         back = _best(device, partial(host.copy_, there, non_blocking=True))
         rates = {"h2d_gb_s": _HOST_BYTES / to / 1e9, "d2h_gb_s": _HOST_BYTES / back / 1e9}
-        tell({"gpu": {"pci": device.pci, **rates}})
+        send({"gpu": {"pci": device.pci, **rates}})
 
 
-def _pairs(devices: list[_Device], deadline: float, tell: Tell) -> None:
+def _pairs(devices: list[_Device], deadline: float, send: Send) -> None:
     """Every pair in each direction and in both at once. torch copies on the stream of the source's device."""
     for i, one in enumerate(devices):
         for other in devices[i + 1 :]:
             if time.monotonic() > deadline:
-                tell({"skipped": f"copies between GPUs from {one.device} and {other.device} on"})
+                send({"skipped": f"copies between GPUs from {one.device} and {other.device} on"})
                 return
             peers = torch.cuda.can_device_access_peer(one.device, other.device)
             here = [torch.ones(_PAIR_BYTES // 4, device=one.device) for _ in range(2)]
@@ -216,17 +216,17 @@ def _pairs(devices: list[_Device], deadline: float, tell: Tell) -> None:
             back = _best(other, partial(here[1].copy_, there[1], non_blocking=True))
             pair = {"from": one.pci, "to": other.pci, "peer_access": peers}
             rates = {"gb_s": _PAIR_BYTES / forth / 1e9, "back_gb_s": _PAIR_BYTES / back / 1e9}
-            tell({"pair": pair | rates | {"both_gb_s": _both((one, other), here, there)}})
+            send({"pair": pair | rates | {"both_gb_s": _both((one, other), here, there)}})
 
 
 def _both(devices: tuple[_Device, _Device], here: list[torch.Tensor], there: list[torch.Tensor]) -> float:
     """GB/s of both directions together, by the host's clock over enough copies that launch overhead does not count."""
     for device in devices:
         torch.cuda.synchronize(device.device)
-    begun = time.perf_counter()
+    started_at = time.perf_counter()
     for _ in range(_PAIR_COPIES):
         there[0].copy_(here[0], non_blocking=True)
         here[1].copy_(there[1], non_blocking=True)
     for device in devices:
         torch.cuda.synchronize(device.device)
-    return 2 * _PAIR_COPIES * _PAIR_BYTES / (time.perf_counter() - begun) / 1e9
+    return 2 * _PAIR_COPIES * _PAIR_BYTES / (time.perf_counter() - started_at) / 1e9

@@ -1,7 +1,7 @@
 """How fast this node computes and copies: `python -m seatrial.check.node.probe_rates --device cpu|cuda --seconds S`.
 
-One JSON object a line on stdout, each as soon as it is known: {"doing": ...} before each part, so that whoever ends this
-process knows what it hung in, and {"cpu": ...} or {"gpu": ...}, {"pair": ...} after it. The last line is {"done": true}.
+One JSON object a line on stdout, each as soon as it is known: {"doing": ...} before each part, so that the parent knows
+in which part a hung process was, and {"cpu": ...} or {"gpu": ...}, {"pair": ...} after it. The last line is {"done": true}.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 
-def tell(message: dict[str, Any]) -> None:
+def send(message: dict[str, Any]) -> None:
     """Print one line on stdout and flush it."""
     print(json.dumps(message), flush=True)
 
@@ -28,16 +28,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     arguments = parser.parse_args(argv)
     # Importing torch is most of the time that the CPU's rates take.
-    tell({"doing": "importing torch"})
+    send({"doing": "importing torch"})
     if arguments.device == "cpu":
         from seatrial.check.node.probe_cpu import measure_cpu
 
-        measure_cpu(arguments.seconds, arguments.threads, tell)
+        measure_cpu(arguments.seconds, arguments.threads, send)
     else:
         from seatrial.check.node.probe_cuda import measure_cuda
 
-        measure_cuda(arguments.seconds, tell)
-    tell({"done": True})
+        measure_cuda(arguments.seconds, send)
+    send({"done": True})
     return 0
 
 

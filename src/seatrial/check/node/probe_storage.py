@@ -31,9 +31,9 @@ def measure(folder: str, size: int, seconds: float, name: str) -> dict[str, Any]
         # Incompressible: a file system that compresses would look faster than it is.
         block = mmap.mmap(-1, _BLOCK)
         block.write(os.urandom(_BLOCK))
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         written = 0
-        while written < size and time.perf_counter() - begun < seconds:
+        while written < size and time.perf_counter() - started_at < seconds:
             block[:8] = written.to_bytes(
                 8, "little"
             )  # no two blocks alike, because of file systems that deduplicate
@@ -44,19 +44,19 @@ def measure(folder: str, size: int, seconds: float, name: str) -> dict[str, Any]
             if not direct and written % _SYNC_BYTES == 0:
                 os.fdatasync(fd)  # else the time would only be up when all of it is in the cache
         os.fsync(fd)
-        write_s = time.perf_counter() - begun
+        write_s = time.perf_counter() - started_at
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         os.lseek(fd, 0, os.SEEK_SET)
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         got = wrong = 0
         into = mmap.mmap(-1, _BLOCK)
-        while got < written and time.perf_counter() - begun < seconds:
+        while got < written and time.perf_counter() - started_at < seconds:
             done = os.readv(fd, [into])
             if done <= 0:
                 break
             wrong += done != _BLOCK or into[:8] != got.to_bytes(8, "little") or into[-64:] != block[-64:]
             got += done
-        read_s = time.perf_counter() - begun
+        read_s = time.perf_counter() - started_at
     finally:
         os.close(fd)
     return {

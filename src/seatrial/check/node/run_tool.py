@@ -112,12 +112,12 @@ def run_tools(orders: Sequence[Order]) -> list[Result]:
 class _Call:
     def __init__(self, order: Order) -> None:
         self.order = order
-        self.begun = time.monotonic()
-        self.deadline = self.begun + order.timeout_s
+        self.started_at = time.monotonic()
+        self.deadline = self.started_at + order.timeout_s
         self.ended: Ended | None = None
         self._killed: float | None = None
         self._texts = {"out": bytearray(), "err": bytearray()}
-        self._done = self.begun
+        self._done = self.started_at
         self._child: subprocess.Popen[bytes] | None = None
         parent = os.getpid()
         try:
@@ -200,6 +200,6 @@ class _Call:
             code,
             texts[0],
             texts[1],
-            round(self._done - self.begun, 3),
+            round(self._done - self.started_at, 3),
             self.order.timeout_s,
         )

@@ -66,7 +66,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Gpus:
-    """All GPUs of one output. `faults`: lines that report a failed query. `torn`: the output is truncated."""
+    """All GPUs of one output. `faults`: lines that report a failed query. `truncated`: the end of the output is missing."""
 
     tool: str
     file: str
@@ -88,14 +88,14 @@ def parse_amd(lines: Lines, file: str) -> Gpus:
         if gpu := _GPU.fullmatch(line):
             gpus.append(Gpu(int(gpu["index"]), number))
             stack = []
-        elif gpus and not rules and (said := _FIELD.fullmatch(line)):
-            while stack and stack[-1][0] >= len(said["indent"]):
+        elif gpus and not rules and (match := _FIELD.fullmatch(line)):
+            while stack and stack[-1][0] >= len(match["indent"]):
                 stack.pop()
-            stack.append((len(said["indent"]), said["key"].lower()))
+            stack.append((len(match["indent"]), match["key"].lower()))
             name = ".".join(key for _, key in stack)
             if name in gpus[-1].values and _rule(name):
                 continue  # belongs to another GPU whose header is missing
-            gpus[-1].values[name] = (said["value"], number)
+            gpus[-1].values[name] = (match["value"], number)
         elif first := _TABLE.fullmatch(line):
             errors = first["ue"]
         elif errors is not None and (second := _SECOND.fullmatch(line)):
@@ -167,13 +167,13 @@ def _rule(name: str) -> tuple[str, str, Verdict, str] | None:
 
 def judge(output: Gpus, context: Context) -> list[Finding]:
     """Faults of each GPU; UNJUDGED for cut-off output and unknown values."""
-    say = FindingCollector(output.file, context, "GPU011")
+    add = FindingCollector(output.file, context, "GPU011")
     for number, text in output.faults:
         lost = re.search(r"GPU\[|device|NO_DATA|BUSY|IO", text) is not None
-        say("FAIL" if lost else "UNJUDGED", text, number, code="GPU002")
+        add("FAIL" if lost else "UNJUDGED", text, number, code="GPU002")
     if output.torn:
-        say("UNJUDGED", f"{output.tool}: its last line is missing: truncated", code="OUT002")
-    say.found += count_findings([g.index for g in output.gpus], None, context, (output.file,))
+        add("UNJUDGED", f"{output.tool}: its last line is missing: truncated", code="OUT002")
+    add.found += count_findings([g.index for g in output.gpus], None, context, (output.file,))
     seen = {n for g in output.gpus for n, (value, _) in g.values.items() if _rule(n) and value[:1].isdigit()}
     for gpu in output.gpus:
         target = Target(gpu=gpu.index)
@@ -183,22 +183,22 @@ def judge(output: Gpus, context: Context) -> list[Finding]:
                 continue
             bad = _BAD.fullmatch(word) or rule[0].startswith("^bad_page")
             what = f"{rule[3]}: {name.rpartition('.')[2].replace('_', ' ')} {value}"[:200]
-            say(rule[2] if bad else "UNJUDGED", what, line, code=rule[1], target=target, measured=value[:40])
+            add(rule[2] if bad else "UNJUDGED", what, line, code=rule[1], target=target, measured=value[:40])
         # In cut-off output the last GPU has fewer values than those before it.
         silent = {n for n in seen if gpu.values.get(n, ("", 0))[0].upper() in _NOTHING}
         silent = silent or {n for n in output.gpus[0].values if "process" not in n} - gpu.values.keys()
         if silent:
-            say("UNJUDGED", f"no {min(silent)}, which other GPUs here have", gpu.line, target=target)
+            add("UNJUDGED", f"no {min(silent)}, which other GPUs here have", gpu.line, target=target)
         row, line = gpu.values.get("row", ("", None))
         if re.search(r"\bN/A\s+N/A\b", row) and re.search(r"\bunknown\b|Unsupported|\bNone\b", row):
             text = (
                 "neither temperature nor power nor clock can be read: in a low-power state, or not responding"
             )
-            say("UNJUDGED", text, line, code="GPU002", target=target)
-    if not any(value for g in output.gpus for value, _ in g.values.values()) and not say.found:
-        say("UNJUDGED", f"{output.tool} reports nothing about its GPUs here")
+            add("UNJUDGED", text, line, code="GPU002", target=target)
+    if not any(value for g in output.gpus for value, _ in g.values.values()) and not add.found:
+        add("UNJUDGED", f"{output.tool} reports nothing about its GPUs here")
     named = listed(sorted(g.index for g in output.gpus))
-    return say.all_well(f"GPU {named}: no faults reported by {output.tool}")
+    return add.with_pass(f"GPU {named}: no faults reported by {output.tool}")
 
 
 def inventory(output: Gpus) -> dict[str, str | int | float]:

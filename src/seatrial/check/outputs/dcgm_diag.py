@@ -151,41 +151,41 @@ def _gpus(row: dict[str, Any], texts: list[str]) -> list[int | None]:
 
 def judge(run: Diagnostic, context: Context) -> list[Finding]:
     """One finding for each failed result, one for each test that did not run, one for each that passed everywhere."""
-    say = FindingCollector(run.file, context, "DIA002")
-    say.found += damaged([(text, None) for text in run.damage], run.file, "dcgmi diag")
+    add = FindingCollector(run.file, context, "DIA002")
+    add.found += damaged([(text, None) for text in run.damage], run.file, "dcgmi diag")
     if run.error is not None:
-        say("UNJUDGED", f"dcgmi diag did not run: {run.error[:200]}")
+        add("UNJUDGED", f"dcgmi diag did not run: {run.error[:200]}")
     for test in dict.fromkeys(r.test for r in run.results):
-        _of_test(test, [r for r in run.results if r.test == test], say)
+        _of_test(test, [r for r in run.results if r.test == test], add)
     hard = [r for r in run.results if r.test.lower() not in _SOFT and r.status not in ("skip", "notrun")]
     if not hard and run.error is None:
-        say("UNJUDGED", "no hardware test was run, only tests of software and settings")
-    return say.found
+        add("UNJUDGED", "no hardware test was run, only tests of software and settings")
+    return add.found
 
 
-def _of_test(test: str, results: list[Result], say: FindingCollector) -> None:
+def _of_test(test: str, results: list[Result], add: FindingCollector) -> None:
     for status in dict.fromkeys(r.status for r in results):
         same = [r for r in results if r.status == status]
         gpus = sorted({r.gpu for r in same if r.gpu is not None})
         which = f" (GPU{'s' * (len(gpus) > 1)} {listed(gpus)})" if gpus else ""
         target = Target(gpu=gpus[0] if len(gpus) == 1 else None)
         if status in ("skip", "notrun"):
-            say("UNJUDGED", f"{test}: {'skipped' if status == 'skip' else 'not run'}{which}", target=target)
+            add("UNJUDGED", f"{test}: {'skipped' if status == 'skip' else 'not run'}{which}", target=target)
         elif status == "fail":
             if settings := [r for r in same if r.config]:
                 more = f" and {len(settings) - 1} like it" if len(settings) > 1 else ""
-                say("WARN", f"{test}: {settings[0].warnings[0]}{more}", code="DIA003")
+                add("WARN", f"{test}: {settings[0].warnings[0]}{more}", code="DIA003")
             for result in (r for r in same if not r.config):
                 text = f"{test} failed: {'; '.join(result.warnings) or 'no reason given'}"
-                say("FAIL", text, code="DIA001", target=Target(gpu=result.gpu))
+                add("FAIL", text, code="DIA001", target=Target(gpu=result.gpu))
         elif status == "warn":
             for result in same:
                 text = f"{test}: {'; '.join(result.warnings) or 'warning without a reason'}"
-                say("WARN", text, code="DIA001", target=Target(gpu=result.gpu))
+                add("WARN", text, code="DIA001", target=Target(gpu=result.gpu))
         elif status != "pass":
-            say("UNJUDGED", f"{test}: {status!r} is an unknown status{which}", target=target)
+            add("UNJUDGED", f"{test}: {status!r} is an unknown status{which}", target=target)
     if all(r.status == "pass" for r in results):
-        say("PASS", f"{test} passed", code="DIA004")
+        add("PASS", f"{test} passed", code="DIA004")
 
 
 def inventory(run: Diagnostic) -> dict[str, str | int | float]:

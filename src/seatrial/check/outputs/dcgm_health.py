@@ -88,9 +88,9 @@ def _walk(path: tuple[str, ...], children: Any) -> Iterator[Entry]:
 
 def judge(health: Health, context: Context) -> list[Finding]:
     """Systems that warn or fail; UNJUDGED for unknown words and for watches that are off."""
-    say = FindingCollector(health.file, context, "DIA005")
+    add = FindingCollector(health.file, context, "DIA005")
     if health.error is not None:
-        say("UNJUDGED", health.error[0][:200], health.error[1], code="DIA002")
+        add("UNJUDGED", health.error[0][:200], health.error[1], code="DIA002")
     long = [e.path for e in health.entries if len(e.path) > 3]
     for entry in health.entries:
         *around, name = entry.path
@@ -101,12 +101,12 @@ def judge(health: Health, context: Context) -> list[Finding]:
         on_gpu = around[0] == "GPU" and len(around) > 1 and around[1].isdecimal()
         text = f"{name if on_gpu else ' '.join((*around[:2], name))}: {entry.value}"
         text = f"{text}; {entry.more}"[:400] if entry.more else text
-        say(verdict, text, entry.line, target=Target(gpu=int(around[1]) if on_gpu else None))
+        add(verdict, text, entry.line, target=Target(gpu=int(around[1]) if on_gpu else None))
     overall = next((e.value for e in health.entries if e.path == ("Overall Health",)), "Healthy")
     verdict = _WORDS.get(overall, "UNJUDGED")
-    if verdict not in {"PASS", *(f.verdict for f in say.found)}:
-        say(verdict, f"overall health: {overall}"[:80])
-    return say.all_well("DCGM's health watches report no faults")
+    if verdict not in {"PASS", *(f.verdict for f in add.found)}:
+        add(verdict, f"overall health: {overall}"[:80])
+    return add.with_pass("DCGM's health watches report no faults")
 
 
 _MATCHES = having(

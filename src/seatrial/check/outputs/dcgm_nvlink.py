@@ -63,6 +63,6 @@ TOOLS: tuple[Tool[GpuList], ...] = (
         having(r"^\|\s*NvLink Link Status\s*\|"),
         parse,
         judge,
-        begins=re.compile(r"\|\s*NvLink Link Status\s*\|"),
+        first_line=re.compile(r"\|\s*NvLink Link Status\s*\|"),
     ),
 )

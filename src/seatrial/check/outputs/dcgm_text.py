@@ -20,7 +20,7 @@ _OLD = re.compile(
     rf"^(?P<status>{_STATUS})(?: - (?P<who>All|[A-Z]\w*:? ?(?P<ids>[0-9]{{1,3}}(?:, ?[0-9]{{1,3}})*)))?$"
 )
 _NEW = re.compile(rf"^(?P<kind>[A-Z]\w*?) ?(?P<id>[0-9]{{1,3}}): (?P<status>{_STATUS})$")
-_TOLD = re.compile(r"^(?P<what>Warning|Error|Info)(?:: ?(?P<who>.*))?$")
+_WARNING = re.compile(r"^(?P<what>Warning|Error|Info)(?:: ?(?P<who>.*))?$")
 _VERSIONS = ("metadata",)
 # By name, for results without a reason.
 _SETTINGS = ("persistence mode", "environment variables", "environmental variables")
@@ -62,11 +62,11 @@ class _Reader:
         self._about: list[int] | None = None  # results that a continuation line of a warning belongs to
 
     def row(self, name: str, value: str) -> None:
-        """Take one line of the table."""
+        """Parse one row of the table."""
         if self.section in _VERSIONS:
             self.version = value if name == "DCGM Version" else self.version
-        elif found_in_name := _TOLD.match(name):
-            self._tell(found_in_name["what"], found_in_name["who"] or "", value)
+        elif found_in_name := _WARNING.match(name):
+            self._add_warning(found_in_name["what"], found_in_name["who"] or "", value)
         elif name:
             if name == "DCGM Version":
                 self.version = value
@@ -74,7 +74,7 @@ class _Reader:
                 self._test, self._about = name, None
                 self._add(value)
         elif self._about is not None:
-            self._more(value)
+            self._continue_warning(value)
         elif value:
             self._add(value)
 
@@ -90,7 +90,7 @@ class _Reader:
         for gpu in gpus or [None]:
             self.results.append(Result(self._test, gpu, status, (), False))
 
-    def _tell(self, what: str, who: str, value: str) -> None:
+    def _add_warning(self, what: str, who: str, value: str) -> None:
         own = [n for n, r in enumerate(self.results) if r.test == self._test]
         gpus = {int(n) for n in re.findall(r"GPU ?([0-9]{1,3})", who)}
         meant = [n for n in own if self.results[n].gpu in gpus] if gpus else []
@@ -100,7 +100,7 @@ class _Reader:
         for n in self._about:
             self.results[n] = replace(self.results[n], warnings=(*self.results[n].warnings, value))
 
-    def _more(self, value: str) -> None:
+    def _continue_warning(self, value: str) -> None:
         for n in self._about or ():
             *before, last = self.results[n].warnings
             self.results[n] = replace(self.results[n], warnings=(*before, f"{last} {value}"[:300]))
@@ -131,5 +131,5 @@ def inventory(run: Diagnostic) -> dict[str, str | int | float]:
 
 _BEGINS = re.compile(r"Successfully ran diagnostic|\|\s*(?P<id>Diagnostic)\s*\|\s*Result\s*\|")
 TOOLS: tuple[Tool[Diagnostic], ...] = (
-    Tool("dcgmi diag", having(_HEAD.pattern), parse, judge, inventory, begins=_BEGINS),
+    Tool("dcgmi diag", having(_HEAD.pattern), parse, judge, inventory, first_line=_BEGINS),
 )

@@ -110,19 +110,19 @@ def _facts(tool: str, file: str, ends: list[End]) -> LinkFacts:
     known = {(e.near, e.far) for e in ends}
     listed, both = {e.near[0] for e in ends}, any(not e.switch for e in ends)
     # Each link is printed from both ends if both nodes are listed: old versions of iblinkinfo list only switches.
-    torn = [e for e in ends if (e.far, e.near) not in known and (both or e.far[0] in listed)]
+    unmatched = [e for e in ends if (e.far, e.near) not in known and (both or e.far[0] in listed)]
     damage: list[tuple[str, int | None]] = [
         (f"port {e.near[1]} of {e.name} leads to {e.far_name}, which does not list it", e.line)
-        for e in torn[:1]
+        for e in unmatched[:1]
     ]
     if len(known) < len(ends):
-        damage.append(("a link twice", None))
+        damage.append(("a link is listed twice", None))
     return LinkFacts(tool, file, tuple(ends), tuple(damage))
 
 
 def judge(facts: LinkFacts, context: Context) -> list[Finding]:
     """Links that are not active or slower than both ends support; then leaves and links compared with each other."""
-    say = FindingCollector(facts.file, context, "TOP002")
+    add = FindingCollector(facts.file, context, "TOP002")
     seen: set[frozenset[tuple[str, int]]] = set()  # links reported already, from either end
     for end in facts.ends:
         target = Target(peer=end.name, port=str(end.near[1]))
@@ -132,22 +132,22 @@ def judge(facts: LinkFacts, context: Context) -> list[Finding]:
             continue
         seen.add(pair)
         if ill:
-            say("FAIL", f"{link}: {end.state}", end.line, target=target, measured=end.state)
+            add("FAIL", f"{link}: {end.state}", end.line, target=target, measured=end.state)
         else:
             could = Expected(
                 end.could.removeprefix("Could be "), source="capability of both ends, from iblinkinfo"
             )
             text = f"{link}: {end.rate}, {end.could[:1].lower()}{end.could[1:]}"
-            say("FAIL", text, end.line, target=target, measured=end.rate, expected=could)
+            add("FAIL", text, end.line, target=target, measured=end.rate, expected=could)
     switches = {e.near[0] for e in facts.ends if e.switch}
     links = [
         Link(e.name, e.near[1], e.far[0] in switches, e.far_name, e.rate)
         for e in facts.ends
         if e.switch and frozenset((e.near, e.far)) not in seen
     ]
-    if not links and not say.found:
-        say("UNJUDGED", "no switch lists its links", code="TOP001")
-    found = [*damaged(facts.damage, facts.file, facts.tool), *say.found]
+    if not links and not add.found:
+        add("UNJUDGED", "no switch lists its links", code="TOP001")
+    found = [*damaged(facts.damage, facts.file, facts.tool), *add.found]
     judged = judge_topology(Topology({}, tuple(links), facts.file)) if links else []
     return found + [f for f in judged if f.verdict != "PASS" or not found]
 

@@ -64,7 +64,7 @@ def parse(lines: Lines, file: str) -> FabricLog:
 
 def judge(log: FabricLog, context: Context) -> list[Finding]:
     """One finding per kind of message; one PASS if there is none."""
-    say = FindingCollector(log.file, context, "NVL007")
+    add = FindingCollector(log.file, context, "NVL007")
     groups: dict[tuple[Verdict, Target, str], list[Entry]] = {}
     for entry in log.entries:
         switch = _SWITCH.search(entry.text)
@@ -81,10 +81,10 @@ def judge(log: FabricLog, context: Context) -> list[Finding]:
         groups.setdefault((verdict, target, what), []).append(entry)
     for (verdict, target, what), same in groups.items():
         times = f", {len(same)} times, the last" if len(same) > 1 else ""
-        say(verdict, f"{what}{times} at {same[-1].time}", *(e.line for e in same), target=target)
-    return say.all_well(f"no error in {log.lines} messages of the fabric manager", code="NVL008")
+        add(verdict, f"{what}{times} at {same[-1].time}", *(e.line for e in same), target=target)
+    return add.with_pass(f"no error in {log.lines} messages of the fabric manager", code="NVL008")
 
 
 TOOLS: tuple[Tool[FabricLog], ...] = (
-    Tool("fabric manager log", having(_LINE.pattern), parse, judge, each=_LINE),
+    Tool("fabric manager log", having(_LINE.pattern), parse, judge, log_line=_LINE),
 )

@@ -45,7 +45,7 @@ class FindingCollector:
         found = (code or self.code, verdict, target, text, measured, unit, expected, median, why, action)
         self.found.append(Finding(*found, evidence=places))
 
-    def all_well(self, text: str, code: str = "") -> list[Finding]:
+    def with_pass(self, text: str, code: str = "") -> list[Finding]:
         """All findings, plus this PASS if none of them is worse than PASS."""
         if all(f.verdict == "PASS" for f in self.found):
             self("PASS", text, code=code)

@@ -50,7 +50,7 @@ def parse(lines: Lines, file: str) -> Burn:
     """Parse the run. Raises ParseError if there is no progress, no result and no fatal error."""
     run, place = Burn(file), 0
     for number, line in lines.whole:
-        if all(_take(run, part, number) for part in line.split("\r") if part.strip()):
+        if all(_read_part(run, part, number) for part in line.split("\r") if part.strip()):
             lines.claim_text(place, place + len(line))  # the progress line exceeds the usual line limit
         place += len(line) + 1
     if not run.rates and not run.results and not run.fatal:
@@ -58,7 +58,7 @@ def parse(lines: Lines, file: str) -> Burn:
     return run
 
 
-def _take(run: Burn, part: str, number: int) -> bool:
+def _read_part(run: Burn, part: str, number: int) -> bool:
     if gpu := _GPU.fullmatch(part):
         run.names[int(gpu["index"])] = gpu["name"]
     elif progress := _PROGRESS.fullmatch(part.strip()):
@@ -83,19 +83,19 @@ def _take(run: Burn, part: str, number: int) -> bool:
 
 def judge(run: Burn, context: Context) -> list[Finding]:
     """FAIL for wrong results and dead GPUs; the rates compared with each other; UNJUDGED for an unfinished run."""
-    say = FindingCollector(run.file, context, "DIA001")
+    add = FindingCollector(run.file, context, "DIA001")
     for number, text in run.fatal:
-        say("FAIL", text[:200], number, code="NOD022")
+        add("FAIL", text[:200], number, code="NOD022")
     for index in sorted({*run.errors, *(i for i, (right, _) in run.results.items() if not right)}):
         line = run.results.get(index, (False, None))[1] or run.errors.get(index)
-        say("FAIL", "wrong results under load, or the GPU died", line, target=Target(gpu=index))
+        add("FAIL", "wrong results under load, or the GPU died", line, target=Target(gpu=index))
     whole = len(run.results) == run.tested and (not run.rates or run.share >= _WHOLE)
     if not run.fatal and not whole:
         text = f"the run is incomplete: {run.share:g} % of it, results of GPU {listed(sorted(run.results)) or 'none'}"
-        say("UNJUDGED", text, code="DIA002")
+        add("UNJUDGED", text, code="DIA002")
     names = {*run.names.values()}
     sku = find_sku(names.pop()) if len(names) == 1 else None
-    say.found += count_findings(sorted(run.results), sku, context, (run.file,))
+    add.found += count_findings(sorted(run.results), sku, context, (run.file,))
     steady = [r for r in run.rates if len(r) == len(run.results) and all(r)]
     usual = [median(r[i] for r in steady) for i in range(len(run.results))] if steady else []
     for index, rate in enumerate(usual if len(usual) > 2 else ()):
@@ -104,8 +104,8 @@ def judge(run: Burn, context: Context) -> list[Finding]:
             expected = Expected(middle, "Gflop/s", "median of the node's other GPUs")
             text = f"{rate:.0f} Gflop/s under load, median of the others {middle:.0f}"
             at = Target(gpu=index)
-            say(verdict, text, code="NOD024", target=at, measured=rate, expected=expected, median=middle)
-    return say.all_well(f"gpu_burn: GPU {listed(sorted(run.results))} computed correctly", code="DIA004")
+            add(verdict, text, code="NOD024", target=at, measured=rate, expected=expected, median=middle)
+    return add.with_pass(f"gpu_burn: GPU {listed(sorted(run.results))} computed correctly", code="DIA004")
 
 
 _MATCHES = having(r"proc'd: .*Gflop/s\)|^Tested \d+ GPUs:\s*$")

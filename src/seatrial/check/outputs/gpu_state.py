@@ -17,11 +17,11 @@ REASONS = {
     0x80: "HW Power Brake Slowdown",
     0x100: "Display Clock Setting",
 }
-HELD_DOWN = 0x8 | 0x20 | 0x40 | 0x80  # what lowers the clocks of a card that should work
+HELD_DOWN = 0x8 | 0x20 | 0x40 | 0x80  # reasons that throttle a busy card
 
 
 def reasons(bits: int) -> list[str]:
-    """The reasons of these bits, as paths have them: "hw_slowdown"."""
+    """The reasons of these bits, as in paths: "hw_slowdown"."""
     return [name.lower().replace(" ", "_") for bit, name in REASONS.items() if bits & bit]
 
 
@@ -30,7 +30,7 @@ class GpuState:
     """One GPU. None and absent keys: not reported. Names of errors, reasons and health are nvidia-smi's."""
 
     pci: str | None = None
-    index: int | None = None  # as told; None: by position
+    index: int | None = None  # as the driver reports it; None: by position
     name: str | None = None  # "NVIDIA H100 80GB HBM3"
     # What must be equal on all GPUs of a node, as it is shown: "kind", "VBIOS", "memory", "ECC mode", ...
     alike: Mapping[str, str] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class GpuState:
     lines: Mapping[str, int] = field(default_factory=dict)  # field, or key of a field -> its line
     sections: Collection[str] = ()
     errors: Mapping[str, str] = field(default_factory=dict)  # path -> the error in place of a value
-    needs_reset: Sequence[int] = ()  # lines that say so in place of a value
+    needs_reset: Sequence[int] = ()  # lines that report a required reset instead of a value
     damage: Sequence[tuple[str, int | None]] = ()  # what is malformed or missing, and its line
 
 
@@ -78,6 +78,6 @@ class GpuStates:
     lost: Sequence[tuple[int | None, str]] = ()  # line, message
     attached: int | None = None
     driver: str | None = None
-    whole: bool = True  # all that the tool can tell, not a selection
+    whole: bool = True  # everything the tool reports, not a selection
     printed: bool = True  # a text, with lines
     corrupt: Sequence[tuple[int, str | None]] = ()  # corrupt infoROMs: line, address

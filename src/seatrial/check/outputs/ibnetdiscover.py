@@ -83,4 +83,4 @@ def judge(facts: FabricFacts, context: Context) -> list[Finding]:
 
 _MATCHES = having(r'^(?:Switch|Ca)\s+\d+\s+"[SH]-[0-9a-f]+"')
 _BEGINS = re.compile(r'# (?P<id>Topology file: generated on)|vendid=0x|(?:Switch|Ca|Rt)\s+\d+\s+"')
-TOOLS: tuple[Tool[FabricFacts], ...] = (Tool("ibnetdiscover", _MATCHES, parse, judge, begins=_BEGINS),)
+TOOLS: tuple[Tool[FabricFacts], ...] = (Tool("ibnetdiscover", _MATCHES, parse, judge, first_line=_BEGINS),)

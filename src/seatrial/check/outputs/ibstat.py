@@ -67,29 +67,29 @@ def parse(lines: Lines, file: str) -> PortsFacts:
         raise ParseError("no CA in the output", file=file)
     ports = []
     for each in cas:
-        damage += _torn_ca(each)
+        damage += _ca_damage(each)
         for port_block in each.ports:
-            damage += _torn_port(each, port_block)
+            damage += _port_damage(each, port_block)
             ports.append(_port(each, port_block))
     return PortsFacts("ibstat", file, tuple(ports), tuple(damage))
 
 
-def _torn_ca(ca: Block) -> list[tuple[str, int | None]]:
-    torn = ca.damage(f"CA {ca.name}", _CA_FIELDS)
+def _ca_damage(ca: Block) -> list[tuple[str, int | None]]:
+    damage = ca.damage(f"CA {ca.name}", _CA_FIELDS)
     if not re.fullmatch(r"[\w.:-]+", ca.name):
-        torn.append(("a CA with an invalid name", ca.line))
+        damage.append(("a CA with an invalid name", ca.line))
     if (count := ca.fields.get("Number of ports", str(len(ca.ports)))) != str(len(ca.ports)):
-        torn.append((f"CA {ca.name}: {count} ports announced, {len(ca.ports)} shown", ca.line))
-    return torn
+        damage.append((f"CA {ca.name}: {count} ports announced, {len(ca.ports)} shown", ca.line))
+    return damage
 
 
-def _torn_port(ca: Block, port: Block) -> list[tuple[str, int | None]]:
-    torn = port.damage(f"{ca.name}/{port.name}", _PORT_FIELDS)
+def _port_damage(ca: Block, port: Block) -> list[tuple[str, int | None]]:
+    damage = port.damage(f"{ca.name}/{port.name}", _PORT_FIELDS)
     rate = _rate(port)
     if "Rate" in port.fields and (rate is None or not known_rate(rate)):
         text = f"{ca.name}/{port.name}: no port has the rate {port.fields['Rate'][:20]!r}"
-        torn.append((text, port.line))
-    return torn
+        damage.append((text, port.line))
+    return damage
 
 
 def _rate(port: Block) -> float | None:
@@ -126,5 +126,5 @@ def judge(facts: PortsFacts, context: Context) -> list[Finding]:
 
 
 TOOLS = (
-    Tool("ibstat", matches, parse, judge, inventory, begins=re.compile(r"\s*CA '(?P<device>[^']*)'\s*$")),
+    Tool("ibstat", matches, parse, judge, inventory, first_line=re.compile(r"\s*CA '(?P<device>[^']*)'\s*$")),
 )

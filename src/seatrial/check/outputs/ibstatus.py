@@ -60,18 +60,18 @@ def parse(lines: Lines, file: str) -> StatusFacts:
     if fatal and blocks:
         damage.append((f"it ended with an error: {fatal}", fatal_line))
     for block in blocks:
-        damage += _torn(block)
+        damage += _port_damage(block)
     ports = tuple(_port(b) for b in blocks)
     return StatusFacts("ibstatus", file, ports, tuple(damage), fatal, fatal_line)
 
 
-def _torn(port: Block) -> list[tuple[str, int | None]]:
-    torn = port.damage(port.name, _FIELDS)
+def _port_damage(port: Block) -> list[tuple[str, int | None]]:
+    damage = port.damage(port.name, _FIELDS)
     if RATE.fullmatch(rate := port.fields.get("rate", "")) and _rate(rate) is None:
-        torn.append((f"{port.name}: no port has the rate {rate[:40]!r}", port.line))
+        damage.append((f"{port.name}: no port has the rate {rate[:40]!r}", port.line))
     if not re.fullmatch(r"[\w.-]+/\d+", port.name):
-        torn.append(("a device with an invalid name", port.line))
-    return torn
+        damage.append(("a device with an invalid name", port.line))
+    return damage
 
 
 def _rate(text: str) -> float | None:
@@ -109,4 +109,6 @@ def judge(facts: StatusFacts, context: Context) -> list[Finding]:
 
 _MATCHES = having(rf"^\s*Infiniband device '[^'\n]*' port \d+ status:|{_FATAL.pattern}")
 _BEGINS = re.compile(r"\s*Infiniband device '(?P<device>[^']*' port \d{1,3}) status:|Fatal error: ")
-TOOLS: tuple[Tool[StatusFacts], ...] = (Tool("ibstatus", _MATCHES, parse, judge, inventory, begins=_BEGINS),)
+TOOLS: tuple[Tool[StatusFacts], ...] = (
+    Tool("ibstatus", _MATCHES, parse, judge, inventory, first_line=_BEGINS),
+)

@@ -97,7 +97,7 @@ def parse(lines: Lines, file: str) -> DevinfoFacts:
         elif found := _LIST.match(line):
             listed = int(found["count"])
         elif devices:
-            if not _take(devices[-1], line, number, verbose):
+            if not _read_line(devices[-1], line, number, verbose):
                 continue
         elif listed is None or not _LISTED.fullmatch(line):
             continue
@@ -108,14 +108,14 @@ def parse(lines: Lines, file: str) -> DevinfoFacts:
         damage.append((f"a device is missing: {error}", error_line))
     ports = []
     for each in devices:
-        damage += _torn_device(each)
+        damage += _device_damage(each)
         for port in each.ports:
-            damage += _torn_port(each, port, verbose)
+            damage += _port_damage(each, port, verbose)
             ports.append(_port(each, port))
     return DevinfoFacts("ibv_devinfo", file, tuple(ports), tuple(damage), error, error_line, listed)
 
 
-def _take(device: Block, line: str, number: int, verbose: bool) -> bool:
+def _read_line(device: Block, line: str, number: int, verbose: bool) -> bool:
     """Add one line to its device or port; False if the tool does not print it there."""
     if port := _PORT.match(line):
         device.ports.append(Block(port["number"], number))
@@ -135,28 +135,28 @@ def _take(device: Block, line: str, number: int, verbose: bool) -> bool:
     return verbose and not device.ports and _FLAG.match(line) is not None
 
 
-def _torn_device(device: Block) -> list[tuple[str, int | None]]:
-    torn = device.damage(device.name, _DEVICE_FIELDS)
+def _device_damage(device: Block) -> list[tuple[str, int | None]]:
+    damage = device.damage(device.name, _DEVICE_FIELDS)
     if not re.fullmatch(r"[\w.-]+", device.name):
-        torn.append(("a device with an invalid name", device.line))
+        damage.append(("a device with an invalid name", device.line))
     count = device.fields.get("phys_port_cnt", "")
     # Also if -i selected one port of several: the others are then unknown.
     if count.isdecimal() and len(device.ports) != int(count):
         text = f"{device.name}: {int(count)} ports announced, {len(device.ports)} shown"
-        torn.append((text, device.line))
-    return torn
+        damage.append((text, device.line))
+    return damage
 
 
-def _torn_port(device: Block, port: Block, verbose: bool) -> list[tuple[str, int | None]]:
-    where, said = f"{device.name}/{port.name}", port.fields
+def _port_damage(device: Block, port: Block, verbose: bool) -> list[tuple[str, int | None]]:
+    where, fields = f"{device.name}/{port.name}", port.fields
     forms = _PORT_FIELDS | (_VERBOSE_FIELDS if verbose else {})
-    if "phys_state" in said or (verbose and device.fields.get("transport", "").startswith("InfiniBand")):
+    if "phys_state" in fields or (verbose and device.fields.get("transport", "").startswith("InfiniBand")):
         forms["phys_state"] = _CODE
-    if verbose and said.get("link_layer") == "InfiniBand":
+    if verbose and fields.get("link_layer") == "InfiniBand":
         forms["GID"] = ".+"  # the last item printed for a port, and each InfiniBand port has one
-    torn = port.damage(where, forms)
-    state, physical = _coded(said, "state"), _coded(said, "phys_state")
-    width, speed = _coded(said, "active_width"), _coded(said, "active_speed")
+    damage = port.damage(where, forms)
+    state, physical = _coded(fields, "state"), _coded(fields, "phys_state")
+    width, speed = _coded(fields, "active_width"), _coded(fields, "active_speed")
     lane = None if speed is None else _LANE_GBIT_S.get(speed[1])
     for name, right in (
         ("state", state is None or _STATES.get(state[0]) == state[1]),
@@ -165,8 +165,8 @@ def _torn_port(device: Block, port: Block, verbose: bool) -> list[tuple[str, int
         ("active_speed", speed is None or (lane and speed[0] in (f"{lane:.1f} Gbps", "invalid speed"))),
     ):
         if not right:
-            torn.append((f"{where}: unknown `{name}` {said[name][:40]!r}", port.line))
-    return torn
+            damage.append((f"{where}: unknown `{name}` {fields[name][:40]!r}", port.line))
+    return damage
 
 
 def _coded(fields: dict[str, str], name: str) -> tuple[str, int] | None:
@@ -237,5 +237,5 @@ def judge(facts: DevinfoFacts, context: Context) -> list[Finding]:
 _MATCHES = having(rf"^hca_id:\s|{_LIST.pattern}|{_ERROR.pattern}")
 _BEGINS = re.compile(r"hca_id:\s*(?P<device>\S+)|\d{1,3} HCAs? found:")
 TOOLS: tuple[Tool[DevinfoFacts], ...] = (
-    Tool("ibv_devinfo", _MATCHES, parse, judge, inventory, begins=_BEGINS),
+    Tool("ibv_devinfo", _MATCHES, parse, judge, inventory, first_line=_BEGINS),
 )

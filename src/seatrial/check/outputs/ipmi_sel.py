@@ -74,7 +74,7 @@ def parse(lines: Lines, file: str) -> Sel:
 
 def judge(sel: Sel, context: Context) -> list[Finding]:
     """One finding per sensor and event that is still asserted; UNJUDGED if no rule matches."""
-    say = FindingCollector(sel.file, context, "SEL001")
+    add = FindingCollector(sel.file, context, "SEL001")
     open_: dict[str, list[Event]] = {}
     for event in sel.events:
         if event.over:
@@ -89,12 +89,12 @@ def judge(sel: Sel, context: Context) -> list[Finding]:
         elif verdict != "PASS":
             times = f", {len(events)} times" if len(events) > 1 else ""
             text = f"{what.replace(' | ', ': ')}{times}, last {events[-1].when}"
-            say(verdict, text, *(e.line for e in events))
+            add(verdict, text, *(e.line for e in events))
     if unknown:
         kinds = list(dict.fromkeys(e.what.replace(" | ", ": ")[:60] for e in unknown))
-        text = f"{len(unknown)} log records are unknown: {'; '.join(kinds[:4])}"
-        say("UNJUDGED", text, *(e.line for e in unknown))
-    return say.all_well("no asserted fault in the BMC's log")
+        text = f"{len(unknown)} unknown log records: {'; '.join(kinds[:4])}"
+        add("UNJUDGED", text, *(e.line for e in unknown))
+    return add.with_pass("no asserted fault in the BMC's log")
 
 
 _MATCHES = having(

@@ -70,13 +70,13 @@ def link_event(line: str) -> re.Match[str] | None:
     return _NETWORKD.search(line) or _DRIVER.search(line) or _MODULE.search(line)
 
 
-class Watch:
+class LinkWatch:
     """The links of one log."""
 
     def __init__(self) -> None:
         self.links: dict[str, Link] = {}
 
-    def take(self, number: int, line: str, times: int = 1) -> None:
+    def add_line(self, number: int, line: str, times: int = 1) -> None:
         """Record what a line says about a link, if anything; `times`: number of lines it represents."""
         found = link_event(line)
         if found is None or (found["what"] == "unplugged" and found["port"] not in self.links):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from seatrial.check.judging.findings import ORDER, Expected, Finding, Target, Verdict
 from seatrial.check.names import is_host, same_host
-from seatrial.check.outputs.kernel_links import Watch, link_event
+from seatrial.check.outputs.kernel_links import LinkWatch, link_event
 from seatrial.check.outputs.kernel_rules import (
     accessed_disk,
     device_of,
@@ -134,8 +134,8 @@ def is_relevant(line: str) -> bool:
 def quiet_of(lines: Sequence[str]) -> list[bool]:
     """For each line, whether it is a log line that parse() ignores; the result does not depend on digits."""
     return [
-        LINE.match(line) is not None and not telling
-        for line, telling in zip(lines, have_words(lines), strict=True)
+        LINE.match(line) is not None and not has_words
+        for line, has_words in zip(lines, have_words(lines), strict=True)
     ]
 
 
@@ -155,7 +155,7 @@ def parse(lines: Lines, file: str) -> KernelText:
     """Parse the log. Raises ParseError if it is empty: a missing log does not mean that there was no fault."""
     messages: list[Message] = []
     others: list[Other] = []
-    links: dict[str | None, Watch] = {}
+    links: dict[str | None, LinkWatch] = {}
     hosts: dict[str, None] = {}
     removable: set[str] = set()
     count = lines.passed
@@ -189,7 +189,7 @@ def parse(lines: Lines, file: str) -> KernelText:
             others[-1] = replace(others[-1], device=disk)
         elif (disk := removable_disk(line)) is not None:
             removable.add(disk)
-        links.setdefault(host, Watch()).take(number, line, 1 + more)
+        links.setdefault(host, LinkWatch()).add_line(number, line, 1 + more)
     if not count:
         raise ParseError("the log is empty: kernel messages are unknown", file=file)
     others = [
@@ -392,4 +392,4 @@ def _others(log: KernelText, context: Context) -> Iterator[Finding]:
         yield Finding(last.code, last.verdict, target, text, last.measured, unit, expected, evidence=places)
 
 
-TOOLS: tuple[Tool[KernelText], ...] = (Tool("kernel log", matches, parse, judge, each=LINE),)
+TOOLS: tuple[Tool[KernelText], ...] = (Tool("kernel log", matches, parse, judge, log_line=LINE),)

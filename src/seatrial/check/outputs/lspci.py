@@ -102,47 +102,47 @@ def parse(lines: Lines, file: str) -> Bus:
 
 def judge(bus: Bus, context: Context) -> list[Finding]:
     """FAIL for devices that do not answer (rev ff); then links; UNJUDGED if -vv had no permission to read them."""
-    say = FindingCollector(bus.file, context, "PCI001")
+    add = FindingCollector(bus.file, context, "PCI001")
     gpus = [d for d in bus.devices if d.kind == "GPU"]
     if bus.whole and not gpus and context.gpus:
-        say("FAIL", f"no GPU on the bus, {context.gpus} expected", code="GPU001", measured=0)
+        add("FAIL", f"no GPU on the bus, {context.gpus} expected", code="GPU001", measured=0)
     elif bus.whole:
-        say.found += count_findings(range(len(gpus)), None, context, (bus.file,))
+        add.found += count_findings(range(len(gpus)), None, context, (bus.file,))
     shown = any(d.links for d in bus.devices)  # with -vv
     for device in bus.devices:
         target = Target(pci=device.pci)
         if device.gone:
             text = f"{device.name[:80]} no longer responds on the bus (rev ff)"
-            say("FAIL", text, device.line, target=target, measured="ff")
+            add("FAIL", text, device.line, target=target, measured="ff")
             continue
         if device.errors:
             text = f"{device.name[:60]}: PCIe errors since its last reset: {listed(device.errors)}"
-            say("WARN", text, *device.errors.values(), code="SYS003", target=target)
+            add("WARN", text, *device.errors.values(), code="SYS003", target=target)
         if device.denied:
-            say("UNJUDGED", "its link is only visible to root", device.line, code="PCI002", target=target)
+            add("UNJUDGED", "its link is only visible to root", device.line, code="PCI002", target=target)
         elif device.links or (device.kind and shown):
-            _link(say, device, target)
+            _link(add, device, target)
     if not bus.devices:
-        say("UNJUDGED", f"no accelerator and no fabric adapter among {bus.count} devices")
+        add("UNJUDGED", f"no accelerator and no fabric adapter among {bus.count} devices")
     counts = [(sum(d.kind == kind for d in bus.devices), kind) for kind in ("GPU", "adapter", "NVSwitch")]
     kinds = ", ".join(f"{n} {kind}{'s' * (n > 1)}" for n, kind in counts if n)
-    return say.all_well(f"{kinds} on the bus, all respond")
+    return add.with_pass(f"{kinds} on the bus, all respond")
 
 
-def _link(say: FindingCollector, device: Device, target: Target) -> None:
+def _link(add: FindingCollector, device: Device, target: Target) -> None:
     if not {"Cap", "Sta"} <= device.links.keys():
-        say("UNJUDGED", "LnkCap or LnkSta is missing: truncated", device.line, code="PCI002", target=target)
+        add("UNJUDGED", "LnkCap or LnkSta is missing: truncated", device.line, code="PCI002", target=target)
         return
     (could, widest, _), (speed, width, line) = device.links["Cap"], device.links["Sta"]
     about = device.name[:60]
     if width < widest:
         verdict: Verdict = "FAIL" if width == 0 or _HYPER.search(device.name) else "WARN"
         least, text = Expected(widest, "lanes", "LnkCap"), f"{about}: x{width} of x{widest}"
-        say(verdict, text, line, code="PCI002", target=target, measured=width, expected=least)
+        add(verdict, text, line, code="PCI002", target=target, measured=width, expected=least)
     # An idle GPU lowers its link speed on purpose, never the width.
     if device.kind != "GPU" and could is not None and (speed is None or speed < could):
         least, text = Expected(could, "GT/s", "LnkCap"), f"{about}: {speed or 0:g} GT/s of {could:g}"
-        say("WARN", text, line, code="PCI002", target=target, measured=speed, expected=least)
+        add("WARN", text, line, code="PCI002", target=target, measured=speed, expected=least)
 
 
 def inventory(bus: Bus) -> dict[str, str | int | float]:

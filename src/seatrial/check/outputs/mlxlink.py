@@ -126,17 +126,17 @@ def _from_json(lines: Lines, file: str, fields: dict[str, tuple[str, int | None]
 
 def judge(facts: LinkFacts, context: Context) -> list[Finding]:
     """State, speed against what port and cable support, and quality. PASS only if up, at full speed and error-free."""
-    say = FindingCollector(
+    add = FindingCollector(
         facts.file, context, "NET008", Target(port=facts.text("Device") or facts.text("device"))
     )
-    say.found += damaged(facts.damage, facts.file, "mlxlink")
-    _state(facts, say)
-    _speed(facts, say)
-    _quality(facts, say)
-    return say.all_well(f"{facts.text('Speed')} {facts.text('Width')}, link up, no issue reported")
+    add.found += damaged(facts.damage, facts.file, "mlxlink")
+    _state(facts, add)
+    _speed(facts, add)
+    _quality(facts, add)
+    return add.with_pass(f"{facts.text('Speed')} {facts.text('Width')}, link up, no issue reported")
 
 
-def _state(facts: LinkFacts, say: FindingCollector) -> None:
+def _state(facts: LinkFacts, add: FindingCollector) -> None:
     state, physical = facts.text("State"), facts.text("Physical state")
     if not state or not physical or (state == "Active" and physical in _UP):
         return
@@ -147,7 +147,7 @@ def _state(facts: LinkFacts, say: FindingCollector) -> None:
     elif advice := facts.text("Recommendation"):
         text += f"; {advice}"
     verdict: Verdict = "FAIL" if down else "UNJUDGED"
-    say(verdict, text, facts.line("State"), code="NET001", measured=state, expected=expected)
+    add(verdict, text, facts.line("State"), code="NET001", measured=state, expected=expected)
 
 
 def _rank(speed: str) -> float | None:
@@ -171,7 +171,7 @@ def _speeds(text: str | None) -> list[str]:
     return [] if listed is None else [s.strip() for s in listed["speeds"].split(",")]
 
 
-def _speed(facts: LinkFacts, say: FindingCollector) -> None:
+def _speed(facts: LinkFacts, add: FindingCollector) -> None:
     if facts.text("State") != "Active":
         return
     speed, width = facts.text("Speed") or "", facts.text("Width") or ""
@@ -187,13 +187,13 @@ def _speed(facts: LinkFacts, say: FindingCollector) -> None:
         why = "the enabled speeds are not in the output, or unreadable"
         if unknown:
             why = f"unknown speed or width: {', '.join(unknown)[:60]!r}"
-        say("UNJUDGED", why, line, code="NET002")
+        add("UNJUDGED", why, line, code="NET002")
         return
     best = min((s for s in (enabled, cable) if s is not None), key=lambda s: _rank(s) or 0.0)
     if (_rank(speed) or 0.0) < (_rank(best) or 0.0):
         expected = Expected(best, "", "the fastest that port and cable support, from mlxlink")
         text = f"runs at {speed}, port and cable support {best}"
-        say("FAIL", text, line, code="NET002", measured=speed, expected=expected)
+        add("FAIL", text, line, code="NET002", measured=speed, expected=expected)
     narrow = width == "1x" or (width == "2x" and (_rank(speed) or 0) < _IB.index("NDR"))
     if narrow and speed.startswith("IB-"):
         expected = Expected("4x", "", "the width of a port up to HDR; NDR and later are also sold with 2x")
@@ -202,29 +202,29 @@ def _speed(facts: LinkFacts, say: FindingCollector) -> None:
         verdict: Verdict = "WARN" if (speed, width) == ("IB-HDR", "2x") else "FAIL"
         if verdict == "WARN":
             text += ": lost two lanes, unless its switch's port is split (HDR100)"
-        say(verdict, text, facts.line("Width"), code="NET002", measured=width, expected=expected)
+        add(verdict, text, facts.line("Width"), code="NET002", measured=width, expected=expected)
 
 
-def _quality(facts: LinkFacts, say: FindingCollector) -> None:
+def _quality(facts: LinkFacts, add: FindingCollector) -> None:
     opcode, advice = facts.text("Status Opcode"), facts.text("Recommendation") or ""
     if opcode is not None and opcode != "0" and facts.text("State") == "Active":
         line = facts.line("Status Opcode")
         if opcode.isdecimal():
             text, good = f"status opcode {opcode}: {advice}", Expected("0", "", "mlxlink")
-            say("WARN", text, line, measured=opcode, expected=good)
+            add("WARN", text, line, measured=opcode, expected=good)
         else:
-            say("UNJUDGED", f"the status opcode is unreadable: {opcode[:40]!r}", line)
+            add("UNJUDGED", f"the status opcode is unreadable: {opcode[:40]!r}", line)
     for name in ("Effective Physical BER", "Symbol BER"):
-        said, line = facts.text(name), facts.line(name)
-        if said is None or said in ("N/A", ""):
+        value, line = facts.text(name), facts.line(name)
+        if value is None or value in ("N/A", ""):
             continue
-        rate = float(said) if re.fullmatch(r"\d+(?:\.\d+)?(?:[eE]-?\d{1,3})?", said) else None
+        rate = float(value) if re.fullmatch(r"\d+(?:\.\d+)?(?:[eE]-?\d{1,3})?", value) else None
         if rate is None:
-            say("UNJUDGED", f"`{name}` is unreadable: {said[:40]!r}", line)
+            add("UNJUDGED", f"`{name}` is unreadable: {value[:40]!r}", line)
         elif rate > _BIT_ERRORS:
             most = Expected(_BIT_ERRORS, "", "at most; InfiniBand Architecture Specification")
-            text = f"{name} {said}: errors remain after correction"
-            say("WARN", text, line, measured=rate, expected=most)
+            text = f"{name} {value}: errors remain after correction"
+            add("WARN", text, line, measured=rate, expected=most)
 
 
-TOOLS = (Tool("mlxlink", matches, parse, judge, begins=re.compile(r"(?P<id>Operational Info)\s*$")),)
+TOOLS = (Tool("mlxlink", matches, parse, judge, first_line=re.compile(r"(?P<id>Operational Info)\s*$")),)

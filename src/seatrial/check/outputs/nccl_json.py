@@ -28,9 +28,9 @@ def parse(lines: Lines, file: str) -> NcclLog:
         config, average, bounds = table["config"], table["average_bus_bandwidth"], table["out_of_bounds"]
         log.test = re.split(r"[/\\]", str(table["args"][0]))[-1]
         log.most_bytes = int(config["maximum_bytes"])
-        log.each = int(config["nthreads"]) * int(config["ngpus"])
-        if not 0 < log.each <= _MOST:
-            raise ValueError(f"{log.each} GPUs of one process")
+        log.ranks_per_process = int(config["nthreads"]) * int(config["ngpus"])
+        if not 0 < log.ranks_per_process <= _MOST:
+            raise ValueError(f"{log.ranks_per_process} GPUs of one process")
         factor = config.get("step_factor")
         log.step = (int(config["step_bytes"]), "bytes") if factor is None else (int(factor), "factor")
         log.rows = [_row(entry) for entry in table["results"]]
@@ -41,7 +41,8 @@ def parse(lines: Lines, file: str) -> NcclLog:
             first, host, number, name = (device[k] for k in ("rank", "hostname", "device", "device_info"))
             # Only the first GPU of each process is listed.
             log.ranks += [
-                Rank(int(first) + n, str(host), int(number) + n, str(name)) for n in range(log.each)
+                Rank(int(first) + n, str(host), int(number) + n, str(name))
+                for n in range(log.ranks_per_process)
             ]
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise ParseError(

@@ -33,33 +33,33 @@ def judge(log: NcclLog, context: Context) -> list[Finding]:
 
 
 def _run(log: NcclLog, context: Context) -> list[Finding]:
-    say = FindingCollector(log.file, context, "NCC002")
-    _topology(log, say)
+    add = FindingCollector(log.file, context, "NCC002")
+    _topology(log, add)
     for line, text in log.warnings[:3]:
-        say("WARN", f"NCCL WARN {text}", line, code="NCC005")
+        add("WARN", f"NCCL WARN {text}", line, code="NCC005")
     if log.table:
-        _right(log, say)
-        _bandwidth(log, say)
-    elif not say.found:
+        _right(log, add)
+        _bandwidth(log, add)
+    elif not add.found:
         hosts, why = f"{len(log.hosts)} host{'s' * (len(log.hosts) != 1)}", ""
         if not log.channels:
             why = "no line about channels: NCCL_DEBUG=INFO, and the whole start-up, are needed"
         elif len(log.channels) < log.most_ranks:
             why = f"lines about channels of {len(log.channels)} of {log.most_ranks} ranks: those of all are needed"
         if why:
-            say("UNJUDGED", f"{hosts}, {why}", code="NCC004", why=why)
+            add("UNJUDGED", f"{hosts}, {why}", code="NCC004", why=why)
         else:
             channels = listed(sorted({c for c, _ in log.channels.values()}))
-            say("PASS", f"{hosts}, {len(log.channels)} GPUs with {channels} channels", code="NCC004")
-    return say.found
+            add("PASS", f"{hosts}, {len(log.channels)} GPUs with {channels} channels", code="NCC004")
+    return add.found
 
 
-def _right(log: NcclLog, say: FindingCollector) -> None:
+def _right(log: NcclLog, add: FindingCollector) -> None:
     code = "NCC001"
     if wrong := [r for r in log.rows if r.wrong]:
         text = f"wrong results at {len(wrong)} message sizes, first at {wrong[0].size} bytes"
         lines, none = (r.line for r in wrong), Expected(0, "values", "nccl-tests")
-        say("FAIL", text, *lines, code=code, measured=wrong[0].wrong, expected=none)
+        add("FAIL", text, *lines, code=code, measured=wrong[0].wrong, expected=none)
     failures = list(log.failures)
     if log.out_of_bounds is not None and (log.out_of_bounds[1] or not log.out_of_bounds[2]):
         failures.append((log.out_of_bounds[0], f"{log.out_of_bounds[1]} values out of bounds"))
@@ -67,7 +67,7 @@ def _right(log: NcclLog, say: FindingCollector) -> None:
         text = "the run reports FAILED for its average bandwidth, against a limit set by its user"
         failures.append((log.average[0], text))
     for line, text in sorted(failures)[:3]:
-        say("FAIL", text, line, code=code)
+        add("FAIL", text, line, code=code)
     last, meant = (log.rows[-1].size if log.rows else 0), log.last_size()
     if not log.rows:
         why = "the table has no readable row"
@@ -80,10 +80,10 @@ def _right(log: NcclLog, say: FindingCollector) -> None:
     if not why and not wrong and not failures and all(r.wrong is None for r in log.rows):
         why = "the results were not checked (-c 0)"
     if why:
-        say("UNJUDGED", why, code=code)
+        add("UNJUDGED", why, code=code)
     elif not wrong and not failures:
         alone = "; one rank: no link was used, so bandwidth cannot be judged" if _ranks(log) == 1 else ""
-        say("PASS", f"correct at all {len(log.rows)} message sizes{alone}", code=code)
+        add("PASS", f"correct at all {len(log.rows)} message sizes{alone}", code=code)
 
 
 def _ranks(log: NcclLog) -> int | None:
@@ -107,8 +107,8 @@ def _lost_ranks(log: NcclLog) -> str:
     numbers, ratio = sorted(r.rank for r in log.ranks), _ratio(log)
     if numbers != list(range(len(numbers))):
         return f"only the ranks {listed(numbers)} are listed: the header of the run is incomplete"
-    if len(numbers) % log.each:
-        return f"{len(numbers)} ranks are listed of processes with {log.each} each: the list is incomplete"
+    if len(numbers) % log.ranks_per_process:
+        return f"{len(numbers)} ranks are listed of processes with {log.ranks_per_process} each: the list is incomplete"
     if not numbers or ratio is None or _test(log) != "all_reduce_perf":
         return ""
     if abs(ratio - 2 * (len(numbers) - 1) / len(numbers)) > _SAME_RATIO:
@@ -129,7 +129,7 @@ def _test(log: NcclLog) -> str | None:
     return "sendrecv_perf" if abs(ratio - 1) < _SAME_RATIO else "alltoall_perf"
 
 
-def _bandwidth(log: NcclLog, say: FindingCollector) -> None:
+def _bandwidth(log: NcclLog, add: FindingCollector) -> None:
     if not log.rows or _ranks(log) == 1:
         return
     row = max(log.rows, key=lambda r: r.size)
@@ -137,13 +137,13 @@ def _bandwidth(log: NcclLog, say: FindingCollector) -> None:
     if row.busbw < shares().broken * best:
         text = f"{row.busbw} GB/s busbw at {row.size} bytes, {best} at a smaller message"
         expected = Expected(best, "GB/s", "the same run", "one direction", "busbw", row.size)
-        say("WARN", text, row.line, code="NCC003", measured=row.busbw, expected=expected)
+        add("WARN", text, row.line, code="NCC003", measured=row.busbw, expected=expected)
     if row.busbw == 0 and row.size >= _LEAST and (_ranks(log) or 0) > 1:
         text = f"0 GB/s busbw at {row.size} bytes between {_ranks(log)} ranks"
-        say("FAIL", text, row.line, measured=row.busbw, unit="GB/s")
+        add("FAIL", text, row.line, measured=row.busbw, unit="GB/s")
         return
     why, test = "", _test(log)
-    floor, guess = _floor(log, say.context)
+    floor, guess = _floor(log, add.context)
     if test not in _RING and (test not in _LIKE_RING or len(_hosts(log)) > 1):
         why = f"no floor is known for {log.test or 'this test'}"
     elif row.size < _LEAST:
@@ -153,19 +153,17 @@ def _bandwidth(log: NcclLog, say: FindingCollector) -> None:
     elif floor.verdict(row.busbw) != "PASS" and test in _LIKE_RING:
         why = f"{floor.value} is what a ring reaches on these GPUs, and no floor is known for {log.test or 'this test'}"
     elif floor.verdict(row.busbw) != "PASS":
-        _low(log, row, floor, guess, say)
+        _low(log, row, floor, guess, add)
         return
     elif not guess and test in (None, "all_reduce_perf"):
-        why = _maybe_nvls(log, row, floor, say.context)
+        why = _maybe_nvls(log, row, floor, add.context)
     if why or floor is None:
         text = f"{row.busbw} GB/s busbw; {why}"
-        say("UNJUDGED", text, row.line, measured=row.busbw, unit="GB/s", why=why)
+        add("UNJUDGED", text, row.line, measured=row.busbw, unit="GB/s", why=why)
         return
     of = "the highest floor of all known GPUs" if guess else "healthy GPUs of this kind"
-    text = (
-        f"{row.busbw} GB/s busbw at {row.size} bytes; {of} ({floor.algorithm}, one node) read {floor.value}"
-    )
-    say("PASS", text, row.line, measured=row.busbw, unit="GB/s", expected=floor.expected())
+    text = f"{row.busbw} GB/s busbw at {row.size} bytes; {of} ({floor.algorithm}, one node): {floor.value}"
+    add("PASS", text, row.line, measured=row.busbw, unit="GB/s", expected=floor.expected())
 
 
 def _floor(log: NcclLog, context: Context) -> tuple[Floor | None, bool]:
@@ -206,10 +204,10 @@ def _hosts(log: NcclLog) -> set[str]:
     return {r.host for r in log.ranks} or log.hosts
 
 
-def _low(log: NcclLog, row: Row, floor: Floor, guess: bool, say: FindingCollector) -> None:
+def _low(log: NcclLog, row: Row, floor: Floor, guess: bool, add: FindingCollector) -> None:
     """Judge a bandwidth below the floor of one node: a fault on one node; over several, compare with the NIC's rate."""
-    ranks, nic = _ranks(log), say.context.nic_gbit_s
-    nodes = say.context.nodes or len(_hosts(log)) or None
+    ranks, nic = _ranks(log), add.context.nic_gbit_s
+    nodes = add.context.nodes or len(_hosts(log)) or None
     detail = f"{row.busbw} GB/s busbw at {row.size} bytes"
     why = ""
     if guess:
@@ -224,7 +222,7 @@ def _low(log: NcclLog, row: Row, floor: Floor, guess: bool, say: FindingCollecto
     elif nodes == 1 and ranks not in (8, 16) and ranks < 8:
         why = f"the floor is for the whole board, this ran on {ranks} GPUs"
     if why or ranks is None or nodes is None:
-        say("UNJUDGED", f"{detail}; {why}", row.line, measured=row.busbw, unit="GB/s", why=why)
+        add("UNJUDGED", f"{detail}; {why}", row.line, measured=row.busbw, unit="GB/s", why=why)
     elif nodes > 1 and nic is not None:
         rate = row.busbw * 8 * (nodes - 1) / (ranks - 1)
         formula = "busbw x (nodes - 1) / (GPUs - 1)"
@@ -232,20 +230,20 @@ def _low(log: NcclLog, row: Row, floor: Floor, guess: bool, say: FindingCollecto
         # Never FAIL: a healthy EFA reaches 74 % in an all-reduce over four nodes; ib_write_bw between two decides.
         low = judge_share(rate / nic) != "PASS"
         text = f"{detail} over {nodes} nodes: {rate:.0f} Gb/s a GPU of {nic:.0f}"
-        say("WARN" if low else "PASS", text, row.line, measured=rate, expected=expected)
+        add("WARN" if low else "PASS", text, row.line, measured=rate, expected=expected)
     else:
         text = f"{detail}; healthy GPUs of this model reach {floor.value} ({floor.algorithm})"
         verdict, expected = floor.verdict(row.busbw), floor.expected()
-        say(verdict, text, row.line, measured=row.busbw, unit="GB/s", expected=expected)
+        add(verdict, text, row.line, measured=row.busbw, unit="GB/s", expected=expected)
 
 
-def _topology(log: NcclLog, say: FindingCollector) -> None:
+def _topology(log: NcclLog, add: FindingCollector) -> None:
     code, hosts = "NCC004", _hosts(log)
     for count, line in log.nodes.items():
         if hosts and count > len(hosts):
             text = f"NCCL counts {count} nodes on {len(hosts)} host{'s' * (len(hosts) != 1)}: GPUs without NVLink to the others count as nodes of their own"
             expected = Expected(len(hosts), "nodes", "hosts in the log")
-            say("FAIL", text, line, code=code, measured=count, expected=expected)
+            add("FAIL", text, line, code=code, measured=count, expected=expected)
     for what, table in (("channels", log.channels), ("NVLS channels", log.nvls)):
         usual = Counter(c for c, _ in table.values()).most_common(1)
         top = max((c for c, _ in table.values()), default=0)
@@ -254,20 +252,20 @@ def _topology(log: NcclLog, say: FindingCollector) -> None:
             if count < top:
                 text, at = f"{count} {what} on {host} GPU {device}, {top} on others", Target(host, device)
                 median = float(usual[0][0])
-                say(
+                add(
                     "FAIL", text, line, code=code, target=at, measured=count, expected=expected, median=median
                 )
     able = log.multicast | {where for where, (count, _) in log.nvls.items() if count > 0}
     for (host, device), line in sorted(log.no_multicast.items()):
         if able:
             text = f"no NVLS on {host} GPU {device}, but others do"
-            say("FAIL", text, line, code=code, target=Target(host, device))
+            add("FAIL", text, line, code=code, target=Target(host, device))
     if "Socket" in log.network and (max(log.nodes, default=1) > 1 or len(hosts) > 1):
         text = "NCCL uses TCP sockets between nodes, not RDMA"
-        say("WARN", text, log.network["Socket"], code=code, measured="Socket")
+        add("WARN", text, log.network["Socket"], code=code, measured="Socket")
 
 
 TOOLS: tuple[Tool[NcclLog], ...] = (
-    Tool("nccl-tests", is_table, parse, judge, begins=BEGINS),
-    Tool("NCCL_DEBUG", is_debug, parse, judge, begins=BEGINS),
+    Tool("nccl-tests", is_table, parse, judge, first_line=BEGINS),
+    Tool("NCCL_DEBUG", is_debug, parse, judge, first_line=BEGINS),
 )

@@ -82,7 +82,7 @@ class NcclLog:
     test: str | None = None
     rows: list[Row] = field(default_factory=list)
     ranks: list[Rank] = field(default_factory=list)
-    each: int = 1  # ranks per process; the number of ranks must be a multiple of it
+    ranks_per_process: int = 1  # the number of ranks must be a multiple of it
     most_bytes: int | None = None
     step: tuple[int, str] | None = None  # from one size to the next: (2, "factor"), or (n, "bytes")
     out_of_bounds: tuple[int, int, bool] | None = None  # line, count, whether it says OK
@@ -174,7 +174,7 @@ def _begins(line: str) -> bool:
 
 
 def _plain(log: NcclLog, line: str, number: int) -> bool:
-    """Take a line outside the table. False if it does not belong to this run: a run prints each line once."""
+    """Parse a line outside the table. False if it does not belong to this run: a run prints each line once."""
     first = True
     if found := _RANK.search(line):
         first = int(found["rank"]) == len(log.ranks)
@@ -183,7 +183,7 @@ def _plain(log: NcclLog, line: str, number: int) -> bool:
         first = log.most_bytes is None
         log.most_bytes = int(found["most"])
         log.step = None if found["step"] is None else (int(found["step"]), found["unit"])
-        log.each = int(found["threads"] or 1) * int(found["gpus"] or 1) or 1
+        log.ranks_per_process = int(found["threads"] or 1) * int(found["gpus"] or 1) or 1
     elif found := _REDUCED.search(line):
         log.most_bytes = int(found["most"])
     elif found := _START.search(line):

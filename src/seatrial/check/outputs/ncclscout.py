@@ -111,7 +111,7 @@ def parse(lines: Lines, file: str) -> ScoutFacts:
 
 
 def _line(facts: ScoutFacts, line: str, number: int) -> bool:
-    """Take one line; False if it is not the tool's or repeats an earlier one."""
+    """Parse one line; False if it is not the tool's or repeats an earlier one."""
     if (found := _PAIR.match(line)) or (found := _WITH.match(line)):
         gb_s = None if found["failed"] else float(found["gb_s"])
         listed = line.startswith("  ") and "..." not in line
@@ -190,31 +190,31 @@ def _check_results(facts: ScoutFacts) -> None:
 
 def judge(facts: ScoutFacts, context: Context) -> list[Finding]:
     """One finding per node that is slow in its best pair or unreachable; PASS if all are good and accounted for."""
-    say = FindingCollector(
+    add = FindingCollector(
         facts.file, Context(), "NET009"
     )  # about pairs: the node that ran it is none of them
-    say.found += damaged(facts.damage, facts.file, "ncclscout")
+    add.found += damaged(facts.damage, facts.file, "ncclscout")
     measured = [p.gb_s for p in facts.pairs if p.gb_s is not None]
     usual = median(measured) if measured else None
     for node in dict.fromkeys([*facts.unreachable, *facts.lists.get("Unreachable", ())]):
         line = facts.unreachable.get(node)
-        say("FAIL", "unreachable, not tested", line, code="NET010", target=Target(node=node))
+        add("FAIL", "unreachable, not tested", line, code="NET010", target=Target(node=node))
     if untested := _untested(facts.counts):
-        say("UNJUDGED", f"{untested} nodes were reachable and not tested")
+        add("UNJUDGED", f"{untested} nodes were reachable and not tested")
     if facts.floor is None and facts.pairs:
         why = "the output does not state the threshold, and no other floor is known for these GPUs"
         middle = f"median {usual:.1f} GB/s" if usual is not None else ""
         text = f"{len(facts.pairs)} pairs, {middle}" if middle else "no pair measured"
-        say("UNJUDGED", text, measured=usual, unit="GB/s", why=why)
+        add("UNJUDGED", text, measured=usual, unit="GB/s", why=why)
     else:
-        _nodes(facts, usual, say)
-    if not say.found and measured and facts.floor is not None:
+        _nodes(facts, usual, add)
+    if not add.found and measured and facts.floor is not None:
         nodes = len({n for p in facts.pairs for n in (p.a, p.b)})
         text = f"{nodes} nodes in pairs, the slowest {min(measured):.1f} GB/s"
-        say("PASS", text, measured=min(measured), expected=_expected(facts.floor), median=usual)
-    if not say.found:
-        say("UNJUDGED", "no pair of nodes was measured")
-    return say.found
+        add("PASS", text, measured=min(measured), expected=_expected(facts.floor), median=usual)
+    if not add.found:
+        add("UNJUDGED", "no pair of nodes was measured")
+    return add.found
 
 
 def _untested(counts: Mapping[str, int]) -> int:
@@ -228,7 +228,7 @@ def _expected(floor: float) -> Expected:
     )
 
 
-def _nodes(facts: ScoutFacts, usual: float | None, say: FindingCollector) -> None:
+def _nodes(facts: ScoutFacts, usual: float | None, add: FindingCollector) -> None:
     """Judge each node by its best pair, as ncclscout does: a good node only shows as good when paired with another."""
     pairs: dict[str, list[Pair]] = {}
     for pair in facts.pairs:
@@ -243,23 +243,23 @@ def _nodes(facts: ScoutFacts, usual: float | None, say: FindingCollector) -> Non
         partners = sorted({p.b if p.a == node else p.a for p in mine})
         good = [n for n in partners if any((p.gb_s or 0.0) >= floor for p in pairs[n])]
         if best.gb_s is None:
-            says = f"every test failed, with {listed(partners)}"
+            text = f"every test failed, with {listed(partners)}"
         else:
-            says = f"{gb_s:.1f} GB/s at best, with {listed(partners)}"
+            text = f"{gb_s:.1f} GB/s at best, with {listed(partners)}"
         broken = best.gb_s is None or good or gb_s < BROKEN * floor
         if not good:
-            says += "; none of these is good with another node, so they may be at fault"
+            text += "; none of these is good with another node, so they may be at fault"
         lines, measured, expected = [p.line for p in mine], best.gb_s, _expected(floor)
         at = Target(node=node)
         verdict: Verdict = "FAIL" if broken else "WARN"
-        say(verdict, says, *lines, target=at, measured=measured, expected=expected, median=usual)
+        add(verdict, text, *lines, target=at, measured=measured, expected=expected, median=usual)
         bad.add(node)
     for node in facts.lists.get("Bad", ()):
         if node not in bad:
-            say("FAIL", "listed as bad", target=Target(node=node))
+            add("FAIL", "listed as bad", target=Target(node=node))
 
 
 _BEGINS = re.compile(
     r"(?P<id>Checking reachability of|COMPREHENSIVE NODE ACCOUNTING)|Running NCCL test (?:on|between)"
 )
-TOOLS = (Tool("ncclscout", matches, parse, judge, begins=_BEGINS),)
+TOOLS = (Tool("ncclscout", matches, parse, judge, first_line=_BEGINS),)

@@ -97,9 +97,9 @@ def parse(lines: Lines, file: str) -> Bandwidths:
             if len(cells) != columns or int(row["row"]) != len(last.rows):
                 continue
             last.rows.append([_number(c) for c in cells])
-        elif last and last.rows and (said := _SUM.fullmatch(line)) and said["test"].startswith(last.name):
+        elif last and last.rows and (match := _SUM.fullmatch(line)) and match["test"].startswith(last.name):
             last.closed = True
-            last.total = _number(said["value"]) if said["what"] == "SUM" else last.total
+            last.total = _number(match["value"]) if match["what"] == "SUM" else last.total
         elif not _NOTE.fullmatch(line) and (last is not None or not _BESIDE.fullmatch(line)):
             continue
         lines.claim(number)
@@ -133,26 +133,26 @@ def _from_json(
 
 def judge(run: Bandwidths, context: Context) -> list[Finding]:
     """Errors; then each matrix against the floor of the GPU model, else against its own median."""
-    say = FindingCollector(run.file, context, "NOD022")
+    add = FindingCollector(run.file, context, "NOD022")
     for number, text in run.faults:
-        say("FAIL", text, number)
+        add("FAIL", text, number)
     names = set(run.devices)
     sku = find_sku(names.pop()) if len(names) == 1 else find_sku(context.gpu)
     judged = 0
     for test in run.tests:
         if test.status in ("error", "not found"):
             text = f"{test.name}: {test.status} {test.title}"[:200]
-            say("FAIL" if test.status == "error" else "UNJUDGED", text, test.line)
+            add("FAIL" if test.status == "error" else "UNJUDGED", text, test.line)
         elif test.rows and test.closed:
-            judged += "latency" not in test.name and _matrix(say, test, sku)
+            judged += "latency" not in test.name and _matrix(add, test, sku)
         elif test.status != "waived":
-            say("UNJUDGED", f"{test.name}: incomplete result, truncated", test.line, code="OUT002")
-    if not judged and not say.found:
-        say("UNJUDGED", "no bandwidth that could be judged", code="NCC002")
-    return say.all_well(f"copy tests judged: {judged}, none slow", code="NOD023")
+            add("UNJUDGED", f"{test.name}: incomplete result, truncated", test.line, code="OUT002")
+    if not judged and not add.found:
+        add("UNJUDGED", "no bandwidth that could be judged", code="NCC002")
+    return add.with_pass(f"copy tests judged: {judged}, none slow", code="NOD023")
 
 
-def _matrix(say: FindingCollector, test: Test, sku: Sku | None) -> bool:
+def _matrix(add: FindingCollector, test: Test, sku: Sku | None) -> bool:
     """Report the slowest cell if it is too slow; returns whether the test could be judged."""
     between = test.name.startswith("device_to_device")
     rows = test.rows
@@ -167,14 +167,14 @@ def _matrix(say: FindingCollector, test: Test, sku: Sku | None) -> bool:
     off = 0.0 if test.total is None else abs(sum(v for v, _, _ in cells) - test.total)
     if uneven or off > 0.01 * len(cells):  # values are printed with two decimals
         text = f"{test.name}: the values do not match their sum"
-        say("UNJUDGED", text, test.line, code="OUT002")
+        add("UNJUDGED", text, test.line, code="OUT002")
     if uneven:
         return False
     switched = sku is not None and sku.board == "switch"
     for _, i, j in [pair for pair in pairs if pair[0] is None][:1]:
         where = f"copies between GPU {i} and GPU {j}" if between else f"value of GPU {j}"
         text = f"{test.name}: no {where}, where others have some"
-        say(
+        add(
             "FAIL" if switched and between else "UNJUDGED",
             text,
             test.line,
@@ -183,7 +183,7 @@ def _matrix(say: FindingCollector, test: Test, sku: Sku | None) -> bool:
         )
     low, i, j = min(cells)
     usual = median(v for v, _, _ in cells)
-    text = f"{test.name}: {low:g} GB/s, the slowest of {len(cells)}; {usual:g} in the middle"
+    text = f"{test.name}: {low:g} GB/s, the slowest of {len(cells)}; median {usual:g}"
     known = next((f for f in _FLOORS if re.match(f[0], f"{test.name} {test.title}")), None)
     _, code, what, direction = known or ("", "NOD023", None, "")
     floor = None if sku is None or what is None else sku.floor(what, direction=direction)
@@ -200,7 +200,7 @@ def _matrix(say: FindingCollector, test: Test, sku: Sku | None) -> bool:
         verdict, text = "UNJUDGED", f"{text}; the required rate of these GPUs is unknown"
     if verdict != "PASS":
         at = _place(between, i, j)
-        say(verdict, text, test.line, code=code, target=at, measured=low, expected=expected, median=usual)
+        add(verdict, text, test.line, code=code, target=at, measured=low, expected=expected, median=usual)
     return verdict != "UNJUDGED"
 
 
@@ -212,5 +212,5 @@ _BEGINS = (
     r"^nvbandwidth Version: |^Running (?:host|device|all|one|multinode)_\w+\.\s*$|^\s*{?\s*\"nvbandwidth\" ?:"
 )
 TOOLS: tuple[Tool[Bandwidths], ...] = (
-    Tool("nvbandwidth", having(_BEGINS), parse, judge, begins=re.compile(r"nvbandwidth Version: ")),
+    Tool("nvbandwidth", having(_BEGINS), parse, judge, first_line=re.compile(r"nvbandwidth Version: ")),
 )

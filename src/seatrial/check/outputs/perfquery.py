@@ -54,8 +54,8 @@ def parse(lines: Lines, file: str) -> PerfFacts:
     for number, line in lines:
         if title := _TITLE.fullmatch(line):
             queries.append(Counters(title["where"], int(title["port"]), number, bool(title["kind"])))
-        elif queries and (said := _COUNTER.fullmatch(line)) and said["name"] not in queries[-1].values:
-            queries[-1].values[said["name"]] = (int(said["value"], 0), number)
+        elif queries and (match := _COUNTER.fullmatch(line)) and match["name"] not in queries[-1].values:
+            queries[-1].values[match["name"]] = (int(match["value"], 0), number)
         else:
             continue
         lines.claim(number)
@@ -66,25 +66,25 @@ def parse(lines: Lines, file: str) -> PerfFacts:
 
 def judge(facts: PerfFacts, context: Context) -> list[Finding]:
     """PASS for zero counters, UNJUDGED for others: a single reading does not say when they grew; a second one does."""
-    say = FindingCollector(facts.file, context, "NET011")
+    add = FindingCollector(facts.file, context, "NET011")
     for query in facts.queries:
         where = "all ports" if query.port == _ALL_PORTS else f"port {query.port}"
         target = Target(port=f"{query.title} {where}")
         # Extended counters cover data and packets; on newer adapters errors too.
         lacking = [n for n in _NAMES if n not in query.values] if not query.extended else []
         if lacking or "PortRcvPkts" not in query.values:
-            say("UNJUDGED", f"no {(lacking or ['PortRcvPkts'])[0]}: truncated", query.line, target=target)
+            add("UNJUDGED", f"no {(lacking or ['PortRcvPkts'])[0]}: truncated", query.line, target=target)
         for name, counter in _NAMES.items():
             value, line = query.values.get(name, (0, query.line))
             if value >= _LIMITS[counter].least:
                 full = "its maximum, so the true count is unknown"
                 more = full if saturated(counter, value) else _LIMITS[counter].reason
                 text = f"{name} {value}, and one reading does not show whether it increases: {more}"
-                say("UNJUDGED", text, line, target=target, measured=value)
+                add("UNJUDGED", text, line, target=target, measured=value)
     if not any(n in q.values for q in facts.queries for n in _NAMES):
-        say("UNJUDGED", "only data and packets are counted here: perfquery without -x shows errors")
-    return say.all_well(f"no errors counted in {listed(q.title + f' port {q.port}' for q in facts.queries)}")
+        add("UNJUDGED", "only data and packets are counted here: perfquery without -x shows errors")
+    return add.with_pass(f"no errors counted in {listed(q.title + f' port {q.port}' for q in facts.queries)}")
 
 
 _BEGINS = r"# Port (?:extended )?counters: "
-TOOLS = (Tool("perfquery", having(f"^{_BEGINS}"), parse, judge, begins=re.compile(_BEGINS)),)
+TOOLS = (Tool("perfquery", having(f"^{_BEGINS}"), parse, judge, first_line=re.compile(_BEGINS)),)

@@ -61,7 +61,7 @@ def parse(lines: Lines, file: str) -> Runs:
         return parse_json(lines, file)
     reader = _Reader(file)
     for number, line in lines:
-        if reader.take(number, line):
+        if reader.read_line(number, line):
             lines.claim(number)
     runs = tuple(reader.finished())
     if not runs and not reader.errors:
@@ -91,8 +91,8 @@ class _Reader:
         self._open: _Open | None = None
         self._waits: int | None = None  # line of a server that is waiting for a client
 
-    def take(self, number: int, line: str) -> bool:
-        """Take one line; False if it is not perftest's."""
+    def read_line(self, number: int, line: str) -> bool:
+        """Parse one line; False if it is not perftest's."""
         if title := _TITLE.match(line):
             self._title(number, title)
             self._waits = None
@@ -129,11 +129,11 @@ class _Reader:
         return True
 
     def _settings(self, now: _Open, line: str, number: int) -> bool:
-        """Take a settings line; False for a repeated one, unless it is from the other end of a loopback."""
+        """Parse a settings line; False for a repeated one, unless it is from the other end of a loopback."""
         found = {s["name"].strip().lower(): s["value"] for s in _SETTING.finditer(line)}
         known = now.run.settings
         for name in (n for n, value in found.items() if known.get(n, value) != value):
-            now.run = now.run.torn(f"`{name}` twice, with different values", number)
+            now.run = now.run.with_damage(f"`{name}` appears twice with different values", number)
         fresh = not found or not found.keys() <= known.keys() or now.titles > 1
         known.update({n: value for n, value in found.items() if n not in known})
         return fresh
@@ -146,7 +146,7 @@ class _Reader:
         if self._open is not None and not self._open.run.rows and self._open.run.kind in ("", kind):
             self._open.titles += 1
             if self._open.run.verb not in ("", verb) or self._open.run.both_directions != both:
-                self._open.run = self._open.run.torn(
+                self._open.run = self._open.run.with_damage(
                     "two different tests start, neither has a result", number
                 )
             return
@@ -159,11 +159,11 @@ class _Reader:
         kind = "bandwidth" if any(c.startswith("BW") for c in columns) else "latency"
         average = [c for c in columns if c.startswith("BW average")]
         if kind == "bandwidth" and not average:
-            now.run = now.run.torn("no column for the average bandwidth", number)
+            now.run = now.run.with_damage("no column for the average bandwidth", number)
         if now.columns and columns != now.columns:
-            now.run = now.run.torn("its column line changes", number)
+            now.run = now.run.with_damage("its column line changes", number)
         if now.run.kind and kind != now.run.kind:
-            now.run = now.run.torn("its columns do not match its test", number)
+            now.run = now.run.with_damage("its columns do not match its test", number)
             return
         now.columns = columns
         unit = average[0][11:-1] if average else ""
@@ -172,22 +172,22 @@ class _Reader:
     def _row(self, now: _Open, line: str, number: int) -> None:
         words = line.split()
         if now.run.complete and line.split() != now.last:  # both ends of a loopback print the closing line
-            now.run = now.run.torn("values after the closing line", number)
+            now.run = now.run.with_damage("values after the closing line", number)
             return
         now.last = words
         if not now.columns:
-            now.run = now.run.torn("values before a column header", number)
+            now.run = now.run.with_damage("values before a column header", number)
             return
         if len(words) != len(now.columns) or not all(_NUMBER.match(w) for w in words):
-            now.run = now.run.torn("a row that does not fit its columns", number)
+            now.run = now.run.with_damage("a row that does not fit its columns", number)
             return
         row = Row.of(dict(zip(now.columns, words, strict=True)), now.run.unit, number, now.direction)
         if row is None:
-            now.run = now.run.torn("a row in an unknown unit", number)
+            now.run = now.run.with_damage("a row in an unknown unit", number)
             return
         now.run = replace(now.run, rows=(*now.run.rows, row))
         if not consistent(row):
-            now.run = now.run.torn("a row with contradictory values", number)
+            now.run = now.run.with_damage("a row with contradictory values", number)
 
     def finished(self) -> Iterator[Run]:
         for each in (*self._done, *([] if self._open is None else [self._open])):
@@ -200,27 +200,27 @@ class _Reader:
             )
             run = replace(run, loopback=loopback)
             if each.titles > 1 and not loopback:
-                run = run.torn("two tests start that are not the ends of a loopback", run.line)
+                run = run.with_damage("two tests start that are not the ends of a loopback", run.line)
             if not run.verb:
-                run = run.torn("the test's title is missing", run.line)
+                run = run.with_damage("the test's title is missing", run.line)
             if "device" not in run.settings:
-                run = run.torn("the device's name is missing", run.line)
+                run = run.with_damage("the device's name is missing", run.line)
             seen = {row.direction for row in run.rows} | {each.direction}
             if len(seen) == 2 or (seen != {""} and not run.both_directions):
-                run = run.torn("the result of one direction is missing", each.line)
+                run = run.with_damage("the result of one direction is missing", each.line)
             if not run.rows:
-                run = run.torn("no result: the test did not finish, or no client connected", run.line)
+                run = run.with_damage("no result: the test did not finish, or no client connected", run.line)
             elif (
                 each.titles == 1
                 and not endless(run)
                 and len({(r.direction, r.size_bytes) for r in run.rows}) < len(run.rows)
             ):
-                run = run.torn("a size twice", run.rows[-1].line)
+                run = run.with_damage("a size is listed twice", run.rows[-1].line)
             elif not run.complete and not endless(run):
-                run = run.torn("the closing line is missing: truncated", run.rows[-1].line)
+                run = run.with_damage("the closing line is missing: truncated", run.rows[-1].line)
             yield run
         if self._waits is not None:
-            yield Run(kind="", line=self._waits).torn(
+            yield Run(kind="", line=self._waits).with_damage(
                 "a server waits for a client: no test has started", self._waits
             )
 
@@ -242,4 +242,4 @@ _BEGINS = re.compile(
     rf"(?:{_TITLE.pattern[1:-1].replace('?P<verb>', '?:').replace('?P<both>', '?:').replace('?P<kind>', '?:')})$"
     r'|\s*"?test_info"?\s*:|\s*(?:\* Waiting for client|WARNING: BW peak|Disabling dynamic polling|Perftest doesn)'
 )
-TOOLS = (Tool("perftest", matches, parse, judge, inventory, begins=_BEGINS),)
+TOOLS = (Tool("perftest", matches, parse, judge, inventory, first_line=_BEGINS),)

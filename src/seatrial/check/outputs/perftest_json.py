@@ -41,16 +41,16 @@ def parse_json(lines: Lines, file: str) -> Runs:
         complete=not damage,
     )
     for problem in damage:
-        run = run.torn(problem, None)
+        run = run.with_damage(problem, None)
     if not run.kind:
-        run = run.torn("the test's name is missing or unknown", 1)
+        run = run.with_damage("the test's name is missing or unknown", 1)
     if run.device is None:
-        run = run.torn("the device's name is missing", 1)
+        run = run.with_damage("the device's name is missing", 1)
     row = _row(results, run.kind) if isinstance(results, dict) else None
     if row is None:
-        return Runs(file, (run.torn("no result, or an incomplete one", None),))
+        return Runs(file, (run.with_damage("no result, or an incomplete one", None),))
     run = Run(**{**run.__dict__, "rows": (row,)})
-    return Runs(file, (run if consistent(row) else run.torn("contradictory values", None),))
+    return Runs(file, (run if consistent(row) else run.with_damage("contradictory values", None),))
 
 
 def _document(lines: Lines, file: str) -> tuple[dict[str, Any], list[str]]:

@@ -77,10 +77,10 @@ def _bandwidth(run: Run, file: str, context: Context) -> Finding:
         how += "; both ends are the same adapter, so cable and switch were not tested"
 
     def finding(
-        verdict: Verdict, says: str, expected: Expected | None, why: str = "", action: str = ""
+        verdict: Verdict, message: str, expected: Expected | None, why: str = "", action: str = ""
     ) -> Finding:
         text, target = (
-            f"{gbit(each)} Gb/s in one direction: {says} ({how})",
+            f"{gbit(each)} Gb/s in one direction: {message} ({how})",
             Target(node=context.node, port=run.device),
         )
         measured = ("NET004", verdict, target, text, round(each, 2), "Gb/s", expected, None, why, action)
@@ -111,18 +111,18 @@ def _bandwidth(run: Run, file: str, context: Context) -> Finding:
     # The rate of the port is unknown. It is at least the lowest rate that carries what was measured, so a bandwidth
     # that is too low for that rate is too low for any higher one.
     share = each / lowest
-    says = f"{share:.0%} of {gbit(lowest)}, the lowest rate of a fabric port that can carry it; the port's own rate is not in this output"
+    message = f"{share:.0%} of {gbit(lowest)}, the lowest rate of a fabric port that can carry it; the port's own rate is not in this output"
     source = f"the port's rate is unknown: lowest of {', '.join(gbit(r) for r in FABRIC_RATES_GBIT_S)} that can carry it; {TARGET_SOURCE}"
     verdict = _banded(share, reads)
     if verdict == "FAIL" and lowest == FABRIC_RATES_GBIT_S[0]:
         verdict = "WARN"  # a port of 10 to 56 Gb/s may be healthy at this bandwidth
-        says += "; broken, unless the port is slower by design"
+        message += "; broken, unless the port is slower by design"
     hint = (
         ""
         if verdict == "PASS"
         else "provide ibstat of the same node, or set the rate with --port-gbit-s; then as `seatrial explain NET004` says"
     )
-    return finding(verdict, says, expect(lowest, source), action=hint)
+    return finding(verdict, message, expect(lowest, source), action=hint)
 
 
 def _banded(share: float, reads: bool) -> Verdict:
@@ -158,18 +158,21 @@ def _errors(facts: Runs, context: Context) -> list[Finding]:
     first = [t for t in entries if not t[0].symptom] or entries
     causes: dict[tuple[str, str], list[tuple[str, int]]] = {}
     for error, text, line in first:
-        causes.setdefault((error.code, error.says), []).append((text, line))
+        causes.setdefault((error.code, error.message), []).append((text, line))
     after = [line for error, _, line in entries if error.symptom] if len(first) < len(entries) else []
     found = []
-    for (code, says), lines in causes.items():
+    for (code, message), lines in causes.items():
         text, _ = lines[0]
         error, match = classify(text)
         groups = match.groupdict()
         port = groups.get("device") or device
         if port is not None and (number := groups.get("number")):
             port = f"{port}/{number}"
-        target, text = Target(node=context.node, port=port, peer=groups.get("peer")), f"{says}: {text[:200]}"
-        why = says if error.verdict == "UNJUDGED" else ""
+        target, text = (
+            Target(node=context.node, port=port, peer=groups.get("peer")),
+            f"{message}: {text[:200]}",
+        )
+        why = message if error.verdict == "UNJUDGED" else ""
         places = tuple(at(facts.file, n) for n in [*(line for _, line in lines), *after][:4])
         found.append(Finding(code, error.verdict, target, text, why_unjudged=why, evidence=places))
     return found

@@ -109,7 +109,7 @@ class Run:
         verb = self.verb.lower().removeprefix("rdma_").split("_")[0] or "?"
         return f"ib_{verb}_{'lat' if self.kind == 'latency' else 'bw'}"
 
-    def torn(self, problem: str, line: int | None) -> Run:
+    def with_damage(self, problem: str, line: int | None) -> Run:
         """Copy of this run with one more problem in `damage`."""
         return replace(self, damage=(*self.damage, (problem, line)))
 
@@ -130,15 +130,15 @@ class Error:
     pattern: re.Pattern[str]
     code: str
     verdict: Verdict
-    says: str
+    message: str
     own: bool = True
     symptom: bool = False  # follows from another error that says more
 
 
 def _error(
-    pattern: str, code: str, verdict: Verdict, says: str, own: bool = True, symptom: bool = False
+    pattern: str, code: str, verdict: Verdict, message: str, own: bool = True, symptom: bool = False
 ) -> Error:
-    return Error(re.compile(pattern), code, verdict, says, own, symptom)
+    return Error(re.compile(pattern), code, verdict, message, own, symptom)
 
 
 # The first entry that matches a line counts. Texts: github.com/linux-rdma/perftest, src/, all versions since 3.0.

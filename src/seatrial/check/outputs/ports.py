@@ -142,27 +142,27 @@ def _without_likely_bridges(ports: Sequence[PortFacts]) -> list[PortFacts]:
 def judge_ports(facts: PortsFacts, context: Context) -> list[Finding]:
     """State and rate of each fabric port, and one finding about the ports of other networks that are down."""
     fabric = fabric_ports(facts.ports)
-    say = FindingCollector(facts.file, context, "NET001")
+    add = FindingCollector(facts.file, context, "NET001")
     if fabric:
-        _states(fabric, say)
-        _rates(fabric, say)
-    _others(facts, fabric, say)
-    _strangers(facts, fabric, say)
+        _states(fabric, add)
+        _rates(fabric, add)
+    _others(facts, fabric, add)
+    _strangers(facts, fabric, add)
     wanted = context.fabric_ports if isinstance(context, NetworkContext) else None
     if wanted is not None and len(fabric) < wanted:
         expected = Expected(wanted, "ports", "the job, or most of the peers")
         text = f"{len(fabric)} fabric ports of {wanted}"
-        say("FAIL", text, code="NET003", measured=len(fabric), expected=expected)
-    if fabric and not any(f.verdict in ("FAIL", "WARN") for f in say.found):
+        add("FAIL", text, code="NET003", measured=len(fabric), expected=expected)
+    if fabric and not any(f.verdict in ("FAIL", "WARN") for f in add.found):
         rates = sorted({p.port.gbit_s for p in fabric if p.port.gbit_s is not None})
         kind = " ".join(x for x in (fabric[0].port.adapter, fabric[0].port.link_layer) if x)
         speed = f"at {', '.join(map(gbit, rates))} Gb/s" if rates else "(rate not in the output)"
         text = f"{len(fabric)} fabric port{'s' * (len(fabric) > 1)} ({kind}) active {speed}"
-        say("PASS", text, measured=len(fabric), unit="ports")
-    return say.found
+        add("PASS", text, measured=len(fabric), unit="ports")
+    return add.found
 
 
-def _strangers(facts: PortsFacts, fabric: list[PortFacts], say: FindingCollector) -> None:
+def _strangers(facts: PortsFacts, fabric: list[PortFacts], add: FindingCollector) -> None:
     """UNJUDGED for InfiniBand ports of unknown adapters that are slower than the fabric: they may not belong to it."""
     rate = max((p.port.gbit_s or 0.0 for p in fabric), default=0.0)
     for p in _without_bridges(facts.ports):
@@ -174,14 +174,14 @@ def _strangers(facts: PortsFacts, fabric: list[PortFacts], say: FindingCollector
         ):
             unknown = f"whether {p.port.adapter} belongs to it is unknown"
             text = f"{gbit(own)} Gb/s, the fabric {gbit(rate)}; {unknown}"
-            say("UNJUDGED", text, p.line, code="NET002", target=Target(port=p.name))
+            add("UNJUDGED", text, p.line, code="NET002", target=Target(port=p.name))
 
 
 def _healthy(each: PortFacts) -> bool:
     return each.port.state == "ACTIVE" and each.physical in (None, "LinkUp")
 
 
-def _states(fabric: list[PortFacts], say: FindingCollector) -> None:
+def _states(fabric: list[PortFacts], add: FindingCollector) -> None:
     down = [p for p in fabric if not _healthy(p)]
     # A port number that no card uses, such as the second: not cabled.
     numbers = {p.port.number for p in down}
@@ -201,15 +201,15 @@ def _states(fabric: list[PortFacts], say: FindingCollector) -> None:
         if unused:
             text += f"; port {each.port.number} is the same on every adapter: not cabled?"
         verdict: Verdict = "WARN" if unused else "FAIL"
-        say(verdict, text, each.line, target=Target(port=each.name), measured=state, expected=expected)
+        add(verdict, text, each.line, target=Target(port=each.name), measured=state, expected=expected)
 
 
-def _rates(fabric: list[PortFacts], say: FindingCollector) -> None:
+def _rates(fabric: list[PortFacts], add: FindingCollector) -> None:
     active = [(p, p.port.gbit_s) for p in fabric if _healthy(p) and p.port.gbit_s is not None]
     if not active:
         return
     usual = median_high([rate for _, rate in active])
-    word = say.context.port_gbit_s if isinstance(say.context, NetworkContext) else None
+    word = add.context.port_gbit_s if isinstance(add.context, NetworkContext) else None
     wanted, source = (word, "--port-gbit-s") if word is not None else (usual, "median of the ports like it")
     slow = [(p, rate) for p, rate in active if rate < SUSPECT * wanted]
     few = word is not None or len(slow) * 2 < len(active)
@@ -218,10 +218,10 @@ def _rates(fabric: list[PortFacts], say: FindingCollector) -> None:
         verdict: Verdict = "FAIL" if rate < BROKEN * wanted and few else "WARN"
         text, target = f"trained at {gbit(rate)} Gb/s, {gbit(wanted)} expected", Target(port=each.name)
         places = (verdict, text, each.line)
-        say(*places, code="NET002", target=target, measured=rate, expected=expected, median=usual)
+        add(*places, code="NET002", target=target, measured=rate, expected=expected, median=usual)
 
 
-def _others(facts: PortsFacts, fabric: list[PortFacts], say: FindingCollector) -> None:
+def _others(facts: PortsFacts, fabric: list[PortFacts], add: FindingCollector) -> None:
     """Down ports outside the fabric: storage, management, unused. A fault only if they would complete it."""
     names = {p.name for p in fabric}
     down = [p for p in _without_bridges(facts.ports) if p.name not in names and not _healthy(p)]
@@ -230,9 +230,9 @@ def _others(facts: PortsFacts, fabric: list[PortFacts], say: FindingCollector) -
     if alike and whole in (2, 4, 8, 16) and len(fabric) not in (2, 4, 8, 16):
         text = f"{_names(alike)} down: the same adapters as the {len(fabric)} fabric ports, on another link layer"
         for p in alike:
-            say("WARN", text, p.line, target=Target(port=p.name))
+            add("WARN", text, p.line, target=Target(port=p.name))
     elif down:
-        say("PASS", f"{_names(down)} down: not the training fabric, so not a fault", down[0].line)
+        add("PASS", f"{_names(down)} down: not the training fabric, so not a fault", down[0].line)
 
 
 def _names(ports: Sequence[PortFacts]) -> str:

@@ -54,6 +54,6 @@ TOOLS = (
         parse,
         judge,
         inventory,
-        begins=re.compile(r"link (?P<id>\S+/\d+?):? (?:subnet_prefix|state) "),
+        first_line=re.compile(r"link (?P<id>\S+/\d+?):? (?:subnet_prefix|state) "),
     ),
 )

@@ -65,31 +65,31 @@ def parse(lines: Lines, file: str) -> NodeFacts:
 
 def judge(facts: NodeFacts, context: Context) -> list[Finding]:
     """FAIL for a node that is down or does not respond, WARN for one that is drained or otherwise taken out."""
-    say = FindingCollector(facts.file, context, "SLM001")
+    add = FindingCollector(facts.file, context, "SLM001")
     for node in facts.nodes:
-        at, said = Target(node=node.name), node.fields
+        at, fields = Target(node=node.name), node.fields
         # "MIXED+DRAIN"; older versions print "IDLE*", where the star means NOT_RESPONDING.
-        words = said.get("State", "").replace("*", "+NOT_RESPONDING").strip("+").split("+")
-        reason = f": {said['Reason']}" if said.get("Reason") else ""
+        words = fields.get("State", "").replace("*", "+NOT_RESPONDING").strip("+").split("+")
+        reason = f": {fields['Reason']}" if fields.get("Reason") else ""
         if bad := [w for w in words if _OUT.fullmatch(w)] or [w for w in words if _ASIDE.fullmatch(w)]:
             text = f"Slurm: {', '.join(bad).lower().replace('_', ' ')}{reason}"[:300]
-            say(
+            add(
                 "FAIL" if _OUT.fullmatch(bad[0]) else "WARN",
                 text,
                 node.line,
                 target=at,
-                measured=said["State"],
+                measured=fields["State"],
             )
         if unknown := [w for w in words if not any(p.fullmatch(w) for p in (_OUT, _ASIDE, _GOOD))]:
-            say("UNJUDGED", f"Slurm state {', '.join(unknown)[:60]!r} is unknown", node.line, target=at)
-        if lacking := [k for k in _NEEDED if k not in said]:
-            say("UNJUDGED", f"no {lacking[0]}: truncated", node.line, target=at)
-        if drained := said.get("GresDrain", "").replace("N/A", ""):
-            say("WARN", f"Slurm has drained generic resources: {drained[:120]}", node.line, target=at)
-    return say.all_well(f"available in Slurm: {listed(n.name for n in facts.nodes)}")
+            add("UNJUDGED", f"Slurm state {', '.join(unknown)[:60]!r} is unknown", node.line, target=at)
+        if lacking := [k for k in _NEEDED if k not in fields]:
+            add("UNJUDGED", f"no {lacking[0]}: truncated", node.line, target=at)
+        if drained := fields.get("GresDrain", "").replace("N/A", ""):
+            add("WARN", f"Slurm has drained generic resources: {drained[:120]}", node.line, target=at)
+    return add.with_pass(f"available in Slurm: {listed(n.name for n in facts.nodes)}")
 
 
 _FIRST = r"NodeName=(?P<id>\S+) +(?:Arch|CpuBind|CoresPerSocket)="
 TOOLS: tuple[Tool[NodeFacts], ...] = (
-    Tool("scontrol show node", having(f"^{_FIRST}"), parse, judge, begins=re.compile(_FIRST)),
+    Tool("scontrol show node", having(f"^{_FIRST}"), parse, judge, first_line=re.compile(_FIRST)),
 )

@@ -122,28 +122,28 @@ def _values(columns: list[str], cells: list[str], number: int) -> Iterator[tuple
 
 def judge(states: GpuStates, context: Context) -> list[Finding]:
     """Judge like `nvidia-smi -q`, for the columns that are present."""
-    say = FindingCollector(states.file, context, "GPU011")
+    add = FindingCollector(states.file, context, "GPU011")
     for line, text in states.lost:
-        say("FAIL", text[:200], line, code="GPU002")
+        add("FAIL", text[:200], line, code="GPU002")
     names = {g.name for g in states.gpus}
     sku = find_sku(names.pop()) if len(names) == 1 else None
     indices = [n if g.index is None else g.index for n, g in enumerate(states.gpus)]
     again = len(set(indices)) < len(indices)  # with -l the same GPUs are printed repeatedly
     if states.whole and not again:
         places = evidence(states.file, (g.line for g in states.gpus if g.line is not None))
-        say.found += count_findings(indices, sku, context, places)
+        add.found += count_findings(indices, sku, context, places)
         if states.attached is not None and len(indices) < states.attached:
             shown = f"{states.attached} GPUs attached, {len(indices)} in the output"
-            say("UNJUDGED", f"{shown}: only these were selected, or it is truncated")
-    say.found += differences(states, context)
+            add("UNJUDGED", f"{shown}: only these were selected, or it is truncated")
+    add.found += differences(states, context)
     for place, gpu in enumerate(states.gpus):
-        say.found += GpuJudge(states, context, place).faults()
+        add.found += GpuJudge(states, context, place).faults()
         for what, line in gpu.damage:
             at = Target(gpu=indices[place] if states.whole else None, pci=gpu.pci)
-            say("UNJUDGED", what, line, target=at)
+            add("UNJUDGED", what, line, target=at)
     if not states.whole:
-        say("UNJUDGED", "no header: the columns are unknown; collect it without noheader")
-    return say.all_well(f"GPU {listed(sorted(set(indices)))}: no faults in these columns")
+        add("UNJUDGED", "no header: the columns are unknown; collect it without noheader")
+    return add.with_pass(f"GPU {listed(sorted(set(indices)))}: no faults in these columns")
 
 
 TOOLS: tuple[Tool[GpuStates], ...] = (Tool("nvidia-smi --query-gpu", matches, parse, judge, inventory),)

@@ -115,15 +115,15 @@ def parse(lines: Lines, file: str) -> GpuList:
                 )
             gpus.append(Gpu(int(found["index"]), found["name"], found["uuid"], number))
             # Some versions print the state on the same line.
-            if found["rest"] and not _take(kind, gpus[-1], found["rest"], number):
+            if found["rest"] and not _read_line(kind, gpus[-1], found["rest"], number):
                 continue
-        elif not gpus or not _take(kind, gpus[-1], line, number):
+        elif not gpus or not _read_line(kind, gpus[-1], line, number):
             continue
         lines.claim(number)
     return GpuList(file, kind, gpus, tuple(lost))
 
 
-def _take(kind: Kind, gpu: Gpu, line: str, number: int) -> bool:
+def _read_line(kind: Kind, gpu: Gpu, line: str, number: int) -> bool:
     """Add one line to its GPU; False if it does not belong to this output or repeats an earlier one."""
     if kind in ("status", "remote", "errors") and _INACTIVE.match(line):
         gpu.inactive = number

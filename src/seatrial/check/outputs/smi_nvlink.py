@@ -29,19 +29,19 @@ _NAMES: dict[Kind, str] = {
 
 def judge(output: GpuList, context: Context) -> list[Finding]:
     """Faults of GPUs and links; one PASS if there are none."""
-    say = FindingCollector(output.file, context, "NVL008")
-    say.found += _count(output, context)
+    add = FindingCollector(output.file, context, "NVL008")
+    add.found += _count(output, context)
     for line, text in output.lost:
-        say("FAIL", text[:200], line, code="GPU002")
+        add("FAIL", text[:200], line, code="GPU002")
     if output.kind in ("status", "remote"):
-        _links(output, say)
+        _links(output, add)
     elif output.kind == "errors":
-        _counters(output, say)
+        _counters(output, add)
     elif output.kind == "info":
-        _info(output, say)
-    if all(f.verdict == "PASS" for f in say.found):
-        say("PASS", _summary(output, output.tool or _NAMES[output.kind]), output.gpus[0].line)
-    return say.found
+        _info(output, add)
+    if all(f.verdict == "PASS" for f in add.found):
+        add("PASS", _summary(output, output.tool or _NAMES[output.kind]), output.gpus[0].line)
+    return add.found
 
 
 def _target(gpu: Gpu, links: Sequence[int] = ()) -> Target:
@@ -73,18 +73,18 @@ def _summary(output: GpuList, name: str) -> str:
 # -- -s and -R
 
 
-def _links(output: GpuList, say: FindingCollector) -> None:
+def _links(output: GpuList, add: FindingCollector) -> None:
     up = {g.index: [x for x in g.links if x.gb_s is not None or x.device is not None] for g in output.gpus}
     rates = [link.gb_s for g in output.gpus for link in g.links if link.gb_s is not None]
     for gpu in output.gpus:
-        sku = _sku(say.context, gpu)
+        sku = _sku(add.context, gpu)
         siblings = [g for g in output.gpus if g is not gpu and g.name == gpu.name]
         most = max((len(up[g.index]) for g in siblings), default=0)
         have = len(up[gpu.index])
         dark = [link for link in gpu.links if link.gb_s is None and link.device is None]
         lines, off = [x.line for x in dark] or [gpu.inactive or gpu.line], [x.link for x in dark]
         if have == 0:
-            _all_off(gpu, sku, output, up, lines, say)
+            _all_off(gpu, sku, output, up, lines, add)
             continue
         # A mesh of eight uses all links; how many a smaller one leaves unused depends on the board.
         board = (
@@ -97,7 +97,7 @@ def _links(output: GpuList, say: FindingCollector) -> None:
             source = sku.source if sku is not None and sku.links == must else "the node's other GPUs"
             at, expected = _target(gpu, off), Expected(must, "links", source)
             median_ = float(most) if siblings else None
-            say(
+            add(
                 "FAIL",
                 text,
                 *lines,
@@ -110,8 +110,8 @@ def _links(output: GpuList, say: FindingCollector) -> None:
         elif (off and sku is None) or (board == "mesh" and sku is not None and have < (sku.links or 0)):
             what = f"NVLink {listed(off)} inactive" if off else f"{have} NVLinks up"
             why = f"{what}, and how many a {gpu.name} must have up here is unknown"
-            say("UNJUDGED", why, *lines, target=_target(gpu))
-        _rates(gpu, sku, median(rates) if rates else None, say)
+            add("UNJUDGED", why, *lines, target=_target(gpu))
+        _rates(gpu, sku, median(rates) if rates else None, add)
 
 
 def _all_off(
@@ -120,7 +120,7 @@ def _all_off(
     output: GpuList,
     up: dict[int, list[Link]],
     lines: list[int],
-    say: FindingCollector,
+    add: FindingCollector,
 ) -> None:
     """Findings for a GPU with no link up, which may be by design."""
     alike = [g for g in output.gpus if g.name == gpu.name]
@@ -144,7 +144,7 @@ def _all_off(
         source = sku.source if sku is not None else "the node's other GPUs"
         code, text = "NVL001", f"no NVLink up; {must} expected"
         measured, expected = 0, Expected(must, "links", source)
-    say(verdict, text, *lines, code=code, target=_target(gpu), measured=measured, expected=expected)
+    add(verdict, text, *lines, code=code, target=_target(gpu), measured=measured, expected=expected)
 
 
 def _may_be_single(alike: list[Gpu], dark: list[Gpu]) -> bool:
@@ -152,7 +152,7 @@ def _may_be_single(alike: list[Gpu], dark: list[Gpu]) -> bool:
     return len(dark) == len(alike) or (len(dark) == 1 and len(alike) % 2 == 1)
 
 
-def _rates(gpu: Gpu, sku: Sku | None, usual: float | None, say: FindingCollector) -> None:
+def _rates(gpu: Gpu, sku: Sku | None, usual: float | None, add: FindingCollector) -> None:
     known = sku.link_gb_s if sku is not None else None
     for must, source in ((known, sku.source if sku is not None else ""), (usual, "the node's other links")):
         if must is None:
@@ -165,7 +165,7 @@ def _rates(gpu: Gpu, sku: Sku | None, usual: float | None, say: FindingCollector
             text, at = f"NVLink {listed(links)} at {least} GB/s instead of {must}", _target(gpu, links)
             verdict: Verdict = "FAIL" if least < shares().broken * must or not least else "WARN"
             lines = [x.line for x, _ in slow]
-            say(
+            add(
                 verdict,
                 text,
                 *lines,
@@ -181,8 +181,8 @@ def _rates(gpu: Gpu, sku: Sku | None, usual: float | None, say: FindingCollector
 # -- -e
 
 
-def _counters(output: GpuList, say: FindingCollector) -> None:
-    _lacking(output, say)
+def _counters(output: GpuList, add: FindingCollector) -> None:
+    _lacking(output, add)
     for limit in NVLINK_LIMITS:
         seen = {
             (g.index, k[0]): v for g in output.gpus for k, v in g.counters.items() if k[1] == limit.counter
@@ -194,34 +194,34 @@ def _counters(output: GpuList, say: FindingCollector) -> None:
             own = {link: v for (index, link), v in seen.items() if index == gpu.index}
             ended = {k: v for k, v in own.items() if v[0] in _ENDS and limit.bits is not None}
             if ended:
-                _counted("NVL004", gpu, limit.counter, ended, "saturated", say)
+                _counted("NVL004", gpu, limit.counter, ended, "saturated", add)
             high = {k: v for k, v in own.items() if v[0] >= limit.least and k not in ended}
             outside = {k: v for k, v in high.items() if v[0] >= _STANDS_OUT * usual}
             if outside:
-                _counted("NVL003", gpu, limit.counter, outside, limit.reason, say, usual)
+                _counted("NVL003", gpu, limit.counter, outside, limit.reason, add, usual)
             elif high:
                 why = f"{limit.counter} as on the node's other links: one reading does not show whether they increase"
                 lines = (line for _, line in high.values())
-                say("UNJUDGED", why, *lines, code="NVL003", target=_target(gpu))
+                add("UNJUDGED", why, *lines, code="NVL003", target=_target(gpu))
 
 
-def _lacking(output: GpuList, say: FindingCollector) -> None:
+def _lacking(output: GpuList, add: FindingCollector) -> None:
     """Links without a counter that the node's other links have: lines are missing."""
     known = {limit.counter for limit in NVLINK_LIMITS}
     names = {k[1] for g in output.gpus for k in g.counters} & known
     if not names and not all(g.inactive or g.unsupported for g in output.gpus):
         why = "none of the error counters that are judged is in the output"
-        say("UNJUDGED", why, code="NVL003")
+        add("UNJUDGED", why, code="NVL003")
     for gpu in output.gpus:
         links = {k[0] for k in gpu.counters}
         lost = [(k, n) for k in sorted(links) for n in sorted(names) if (k, n) not in gpu.counters]
         # Links are numbered from 0 without gaps, inactive ones too.
-        sku = _sku(say.context, gpu)
+        sku = _sku(add.context, gpu)
         top = sku.links - 1 if links and sku is not None and sku.links else max(links, default=-1)
         gaps = sorted(set(range(top + 1)) - links)
         if lost or gaps or (not links and gpu.inactive is None and gpu.unsupported is None):
             what = f"{lost[0][1]} of NVLink {lost[0][0]}" if lost else f"NVLink {listed(gaps) or 'counters'}"
-            say("UNJUDGED", f"{what} is missing in the output", gpu.line, code="OUT002", target=_target(gpu))
+            add("UNJUDGED", f"{what} is missing in the output", gpu.line, code="OUT002", target=_target(gpu))
 
 
 def _counted(
@@ -230,7 +230,7 @@ def _counted(
     counter: str,
     values: dict[int, tuple[int, int]],
     reason: str,
-    say: FindingCollector,
+    add: FindingCollector,
     usual: float | None = None,
 ) -> None:
     links, most = sorted(values), max(v for v, _ in values.values())
@@ -238,7 +238,7 @@ def _counted(
     verdict: Verdict = "FAIL" if code == "NVL004" else "WARN"
     expected = Expected(0, "errors", "docs.nvidia.com, NVML: NVLink error counters")
     lines = [values[k][1] for k in links]
-    say(
+    add(
         verdict,
         text,
         *lines,
@@ -253,14 +253,14 @@ def _counted(
 # -- info
 
 
-def _info(output: GpuList, say: FindingCollector) -> None:
+def _info(output: GpuList, add: FindingCollector) -> None:
     for what in sorted({name for g in output.gpus for name in g.info}):
         entries = [(g, g.info[what]) for g in output.gpus if what in g.info]
         usual, count = Counter(v for _, (v, _) in entries).most_common(1)[0]
         for gpu, (value, line) in entries:
             if value != usual or (count * 2 <= len(entries) and len(entries) > 1):
                 text = f"{what} is {value}, unlike its peers"
-                say("WARN", text, line, code="GPU010", target=_target(gpu), measured=value)
+                add("WARN", text, line, code="GPU010", target=_target(gpu), measured=value)
 
 
 def inventory(output: GpuList) -> dict[str, str | int | float]:
@@ -282,7 +282,7 @@ _BEGINS = re.compile(r"(?P<id>GPU (?P<device>[0-9]{1,3}): .{1,120} \(UUID: [^)\s
 
 
 def _tool(kind: Kind) -> Tool[GpuList]:
-    return Tool(_NAMES[kind], lambda text: kind_of(text) == kind, parse, judge, inventory, begins=_BEGINS)
+    return Tool(_NAMES[kind], lambda text: kind_of(text) == kind, parse, judge, inventory, first_line=_BEGINS)
 
 
 TOOLS: tuple[Tool[GpuList], ...] = tuple(_tool(kind) for kind in _NAMES)

@@ -54,8 +54,8 @@ def parse(lines: Lines, file: str) -> Matrix:
 
 def judge(matrix: Matrix, context: Context) -> list[Finding]:
     """FAIL if GPUs joined by NVLink lack peer access; UNJUDGED if it is unknown whether the GPU model must have it."""
-    say, sku = FindingCollector(matrix.file, context, "NOD023"), find_sku(context.gpu)
-    say.found += count_findings(matrix.gpus, sku, context, (matrix.file,))
+    add, sku = FindingCollector(matrix.file, context, "NOD023"), find_sku(context.gpu)
+    add.found += count_findings(matrix.gpus, sku, context, (matrix.file,))
     some = any(w == "OK" for row in matrix.words for w in row)
     for gpu, row, line in zip(matrix.gpus, matrix.words, matrix.lines, strict=True):
         apart = [matrix.gpus[j] for j, w in enumerate(row) if w not in ("OK", "X")]
@@ -64,13 +64,13 @@ def judge(matrix: Matrix, context: Context) -> list[Finding]:
         detail = ", ".join(sorted({_WORDS[w].lower() for w in row if w not in ("OK", "X")}))
         text = f"no peer access to GPU{'s' * (len(apart) > 1)} {listed(apart)}: {detail}"
         if sku is not None and sku.board in ("switch", "mesh"):
-            say("FAIL", text, line, target=Target(gpu=gpu), expected=Expected("OK", source=sku.source))
+            add("FAIL", text, line, target=Target(gpu=gpu), expected=Expected("OK", source=sku.source))
         elif some and len(apart) == len(row) - 1:
-            say("WARN", f"{text}, but others do", line, target=Target(gpu=gpu))
+            add("WARN", f"{text}, but others do", line, target=Target(gpu=gpu))
         else:
             text += "; whether they must have it is unknown"
-            say("UNJUDGED", text, line, target=Target(gpu=gpu))
-    return say.all_well(f"{len(matrix.gpus)} GPUs, each with peer access to all others", code="NVL008")
+            add("UNJUDGED", text, line, target=Target(gpu=gpu))
+    return add.with_pass(f"{len(matrix.gpus)} GPUs, each with peer access to all others", code="NVL008")
 
 
 _MATCHES = having(r"^\s+GPU0\b[^\n]*\n(?:.*\n)*?\s*GPU\d+\s+(?:X\s+)?(?:OK|CNS|GNS|TNS|NS|DR)\b")

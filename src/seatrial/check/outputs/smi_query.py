@@ -162,13 +162,13 @@ def _is_present(path: str, gpu: Gpu) -> bool:
     )
 
 
-def _parse_text(lines: Lines, said: Set[int], file: str) -> Query:
+def _parse_text(lines: Lines, claimed: Set[int], file: str) -> Query:
     head: dict[str, Value] = {}
     gpus: list[Gpu] = []
     stack: list[tuple[int, str]] = []  # indentation and name of the enclosing sections
     heading: tuple[int, int] | None = None  # number and indentation of the last line, if it had no value
     for number, line in lines:
-        if not line.strip() or number in said:
+        if not line.strip() or number in claimed:
             continue
         if _HEADER.match(line):
             lines.claim(number)
@@ -210,7 +210,7 @@ def _parse_text(lines: Lines, said: Set[int], file: str) -> Query:
     return Query(file, head, gpus, [], whole)
 
 
-def _parse_xml(lines: Lines, said: Set[int], file: str) -> Query:
+def _parse_xml(lines: Lines, claimed: Set[int], file: str) -> Query:
     """Parse the XML with expat, which does not fetch the DTD that the output names; entities are refused."""
     head: dict[str, Value] = {}
     gpus: list[Gpu] = []
@@ -250,7 +250,7 @@ def _parse_xml(lines: Lines, said: Set[int], file: str) -> Query:
     place = 0
     for number, line in lines.whole:
         at, place = place, place + len(line) + 1
-        if number in said or place <= first or at >= last or not line.strip():
+        if number in claimed or place <= first or at >= last or not line.strip():
             continue
         if line.strip() != "None" and not (line.strip().startswith("<") and line.rstrip().endswith(">")):
             raise ParseError("text between the elements of the XML", file=file, line=number, source_line=line)

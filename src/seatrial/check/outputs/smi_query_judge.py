@@ -41,7 +41,7 @@ class GpuJudge:
         self.target = Target(node=context.node, gpu=index, pci=self.gpu.pci)
 
     def places(self, *names: str) -> tuple[str, ...]:
-        """Where these fields, or keys of fields, stand."""
+        """The places of these fields, or keys of fields."""
         return _places(self.states, sorted(self.gpu.lines[name] for name in names if name in self.gpu.lines))
 
     def finding(
@@ -221,37 +221,37 @@ class GpuJudge:
             yield self.finding("NVL005", "FAIL", text, "fabric_state", measured=state, expected=expected)
         if status not in (None, "Success"):
             yield self.finding("NVL005", "FAIL", f"fabric status: {status}", "fabric_status", measured=status)
-        for name, said in self.gpu.fabric_health.items():
+        for name, value in self.gpu.fabric_health.items():
             if name == "partition_assigned":  # how the fabric is partitioned, not its health
                 continue
             bad = {"bandwidth": "Degraded", "summary": "Unhealthy"}.get(name, "True")
-            if said == bad or (name == "incorrect_configuration" and said not in ("N/A", "None", "False")):
+            if value == bad or (name == "incorrect_configuration" and value not in ("N/A", "None", "False")):
                 verdict: Verdict = "WARN" if name == "route_recovery_in_progress" else "FAIL"
                 yield self.finding(
-                    "NVL005", verdict, f"fabric health: {name.replace('_', ' ')}: {said}", name
+                    "NVL005", verdict, f"fabric health: {name.replace('_', ' ')}: {value}", name
                 )
-            elif name == "summary" and said not in ("Healthy", "N/A"):
-                yield self.finding("NVL005", "WARN", f"fabric health: {said}", name)
+            elif name == "summary" and value not in ("Healthy", "N/A"):
+                yield self.finding("NVL005", "WARN", f"fabric health: {value}", name)
 
 
 def differences(states: GpuStates, context: Context) -> Iterator[Finding]:
     """Findings for properties that differ between the GPUs of this node."""
     for what in _ALIKE:
         entries = [
-            (place, said)
+            (place, value)
             for place, gpu in enumerate(states.gpus)
-            if (said := gpu.alike.get(what)) is not None
+            if (value := gpu.alike.get(what)) is not None
         ]
-        kinds = Counter(said for _, said in entries)
+        kinds = Counter(value for _, value in entries)
         if len(kinds) < 2:
             continue
         usual, count = kinds.most_common(1)[0]
-        for place, said in entries:
+        for place, value in entries:
             # Without a majority, as with two and two, all are reported.
-            if said != usual or count * 2 <= len(entries):
-                others = usual if said != usual else "others differ"
-                text = f"{what} is {said}, most of its peers have {others}"
-                yield GpuJudge(states, context, place).finding("GPU010", "WARN", text, what, measured=said)
+            if value != usual or count * 2 <= len(entries):
+                others = usual if value != usual else "others differ"
+                text = f"{what} is {value}, most of its peers have {others}"
+                yield GpuJudge(states, context, place).finding("GPU010", "WARN", text, what, measured=value)
 
 
 def _missing(states: GpuStates, context: Context) -> Iterator[Finding]:
@@ -295,7 +295,7 @@ def judge(states: GpuStates, context: Context) -> list[Finding]:
 
 
 def _places(states: GpuStates, lines: Iterable[int | None]) -> tuple[str, ...]:
-    """Lines of the text; the whole of what is no text."""
+    """The places of these lines; the whole file if it is not text."""
     return evidence(states.file, (n for n in lines if n is not None)) if states.printed else (states.file,)
 
 
@@ -316,7 +316,7 @@ def inventory(states: GpuStates) -> dict[str, str | int | float]:
     if states.driver is not None:
         found["driver"] = states.driver
     for what in ("kind", "VBIOS", "memory"):
-        texts = sorted({said for g in states.gpus if (said := g.alike.get(what)) is not None})
+        texts = sorted({value for g in states.gpus if (value := g.alike.get(what)) is not None})
         if texts:
             found["GPU" if what == "kind" else what] = ", ".join(texts)
     return found
@@ -327,4 +327,6 @@ def _read(lines: Lines, file: str) -> GpuStates:
     return states_of(query, lambda gpu: damage(gpu, query.whole))
 
 
-TOOLS: tuple[Tool[GpuStates], ...] = (Tool("nvidia-smi -q", matches, _read, judge, inventory, begins=BEGINS),)
+TOOLS: tuple[Tool[GpuStates], ...] = (
+    Tool("nvidia-smi -q", matches, _read, judge, inventory, first_line=BEGINS),
+)

@@ -58,7 +58,7 @@ def _state(gpu: Gpu, damage: Sequence[tuple[str, int | None]]) -> GpuState:
     def yes(name: str, *paths: str) -> bool | None:
         return None if (value := value_of(name, *paths)) is None else value.text == "Yes"
 
-    alike = {what: said for what, paths in _ALIKE.items() if (said := text(what, *paths)) is not None}
+    alike = {what: value for what, paths in _ALIKE.items() if (value := text(what, *paths)) is not None}
     uncorrectable = {k: v for k, v in gpu.below("ecc_errors.volatile") if _is_uncorrectable(k)}
     repairs = {
         key.partition(".")[2]: v for key, v in gpu.below("ecc_errors") if "repair" in key and v.text == "Yes"

@@ -130,9 +130,9 @@ def parse(lines: Lines, file: str) -> Table:
         table.ended = _END.fullmatch(below) is not None
     if not table.rows and not table.lost:
         raise ParseError("no GPU in the table of nvidia-smi", file=file)
-    torn = next((r for r in table.rows if not r.second), None)
-    if torn is not None or (table.rows and not table.closed):
-        where = (torn or table.rows[-1]).line
+    incomplete = next((r for r in table.rows if not r.second), None)
+    if incomplete is not None or (table.rows and not table.closed):
+        where = (incomplete or table.rows[-1]).line
         raise ParseError("the table ends within a GPU: truncated or damaged", file=file, line=where)
     return table
 
@@ -168,33 +168,33 @@ def _named(line: str) -> str:
 
 def judge(table: Table, context: Context) -> list[Finding]:
     """Errors, missing GPUs; one PASS for each GPU that shows neither."""
-    say = FindingCollector(table.file, context, "GPU011")
+    add = FindingCollector(table.file, context, "GPU011")
     for line, text in table.lost:
         if _NOT_ALLOWED.search(text):
-            say("UNJUDGED", text, line)
+            add("UNJUDGED", text, line)
         else:
-            say("FAIL", text, line, code="GPU002")
-    say.found += inforom_findings(table.corrupt, table.file, context)
+            add("FAIL", text, line, code="GPU002")
+    add.found += inforom_findings(table.corrupt, table.file, context)
     names = {r.name for r in table.rows}
     sku = find_sku(context.gpu) or (find_sku(next(iter(names))) if len(names) == 1 else None)
     full = context.gpus or max(sku.counts if sku is not None else (), default=None)
     # Without the list of processes the table may have been cut off after any GPU.
     if table.rows and (table.ended is False or (table.ended is None and len(table.rows) != full)):
         why = "the process list below the GPUs is truncated or abridged, so there may be more GPUs"
-        say("UNJUDGED", why, table.rows[-1].line)
+        add("UNJUDGED", why, table.rows[-1].line)
     places = evidence(table.file, (r.line for r in table.rows))
-    say.found += count_findings([r.index for r in table.rows], sku, context, places)
+    add.found += count_findings([r.index for r in table.rows], sku, context, places)
     for row in table.rows:
         target = Target(gpu=row.index, pci=row.pci)
         for line, text in row.errors:
-            say("FAIL", text, line, code="GPU002", target=target, measured="ERR!")
+            add("FAIL", text, line, code="GPU002", target=target, measured="ERR!")
         if row.uncorrected:
             count = sum(row.uncorrected.values())
             text = f"{count} uncorrectable memory errors since the driver was loaded"
-            say("FAIL", text, *row.uncorrected, code="GPU003", target=target, measured=count, unit="errors")
+            add("FAIL", text, *row.uncorrected, code="GPU003", target=target, measured=count, unit="errors")
         if not row.errors and not row.uncorrected:
-            say("PASS", f"{row.name} responds, no error in the table", row.line, target=target)
-    return say.found
+            add("PASS", f"{row.name} responds, no error in the table", row.line, target=target)
+    return add.found
 
 
 def inventory(table: Table) -> dict[str, str | int | float]:
@@ -210,4 +210,4 @@ def inventory(table: Table) -> dict[str, str | int | float]:
 
 
 _BEGINS = re.compile(r"\|\s*(?P<id>NVIDIA-SMI)\s+\S")
-TOOLS: tuple[Tool[Table], ...] = (Tool("nvidia-smi", matches, parse, judge, inventory, begins=_BEGINS),)
+TOOLS: tuple[Tool[Table], ...] = (Tool("nvidia-smi", matches, parse, judge, inventory, first_line=_BEGINS),)

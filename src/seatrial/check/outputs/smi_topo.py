@@ -106,31 +106,31 @@ def parse(lines: Lines, file: str) -> Topology:
 
 def judge(topology: Topology, context: Context) -> list[Finding]:
     """Whether GPUs are missing, and whether all are connected like their siblings."""
-    count, say = len(topology.gpus), FindingCollector(topology.file, context, "NVL006")
-    _missing(topology, say)
-    _uneven(topology, say)
-    if say.found:
-        return say.found
+    count, add = len(topology.gpus), FindingCollector(topology.file, context, "NVL006")
+    _missing(topology, add)
+    _uneven(topology, add)
+    if add.found:
+        return add.found
     lines = topology.lines.values()
     best = {g: max((topology.links(g, o) for o in topology.gpus if o != g), default=0) for g in topology.gpus}
     if count > 1 and not any(best.values()):
         sku = find_sku(context.gpu)
         if sku is not None and sku.board not in ("switch", "mesh"):
-            say("PASS", f"{count} {sku.name} GPUs, none connected by NVLink", *lines, code="NVL008")
+            add("PASS", f"{count} {sku.name} GPUs, none connected by NVLink", *lines, code="NVL008")
         else:
             why = "no NVLink between any GPUs, and the output does not name the GPU model, so it is unknown whether it must have some"
-            say("UNJUDGED", why, *lines)
-        return say.found
+            add("UNJUDGED", why, *lines)
+        return add.found
     peers = sorted({sum(topology.links(g, o) > 0 for o in topology.gpus if o != g) for g in topology.gpus})
     text = f"{count} GPU{'s' * (count != 1)}, each connected by NVLink to {listed(peers)} others"
     if peers and max(peers) < count - 1:
         text += ": other paths go over PCIe and the CPUs"
-    say("PASS", text, *lines, code="NVL008")
-    return say.found
+    add("PASS", text, *lines, code="NVL008")
+    return add.found
 
 
-def _missing(topology: Topology, say: FindingCollector) -> None:
-    count, sku, context = len(topology.gpus), find_sku(say.context.gpu), say.context
+def _missing(topology: Topology, add: FindingCollector) -> None:
+    count, sku, context = len(topology.gpus), find_sku(add.context.gpu), add.context
     full = count > 2 and all(topology.links(a, b) for a in topology.gpus for b in topology.gpus if a != b)
     if context.gpus is not None:
         expected = Expected(context.gpus, "GPUs", "job or peers")
@@ -148,17 +148,17 @@ def _missing(topology: Topology, say: FindingCollector) -> None:
         text = f"{count} GPUs, expected: {expected.value}"
         if full:
             text = f"{count} GPUs, all connected by NVLink, {expected.value} are expected"
-        say("FAIL", text, *topology.lines.values(), code="GPU001", measured=count, expected=expected)
+        add("FAIL", text, *topology.lines.values(), code="GPU001", measured=count, expected=expected)
 
 
-def _uneven(topology: Topology, say: FindingCollector) -> None:
+def _uneven(topology: Topology, add: FindingCollector) -> None:
     """GPUs with fewer NVLinks than their peers have."""
     gpus = topology.gpus
     peers = {g: [o for o in gpus if o != g and topology.links(g, o)] for g in gpus}
     best = {g: max((topology.links(g, o) for o in peers[g]), default=0) for g in gpus}
     total = {g: sum(topology.links(g, o) for o in peers[g]) for g in gpus}
     top = max(best.values(), default=0)
-    sku = find_sku(say.context.gpu)
+    sku = find_sku(add.context.gpu)
     must = sku.links if sku is not None and sku.board == "switch" and len(gpus) > 1 else None
     most = max(total.values(), default=0)
     if sku is not None and sku.board == "mesh" and len(gpus) > 7:
@@ -184,7 +184,7 @@ def _uneven(topology: Topology, say: FindingCollector) -> None:
             source = sku.source if sku and wanted == sku.links else "the node's other GPUs"
             expected = Expected(wanted or None, "links", source)
             verdict: Verdict = "WARN" if pairs and not have else "FAIL"
-            say(verdict, text, topology.lines[gpu], target=Target(gpu=gpu), measured=have, expected=expected)
+            add(verdict, text, topology.lines[gpu], target=Target(gpu=gpu), measured=have, expected=expected)
 
 
 def _odd_one(peers: dict[int, list[int]]) -> bool:
@@ -202,5 +202,5 @@ _BEGINS = re.compile(
     r"(?=[\s\x1b\[])(?:\x1b?\[[0-9;]*m|\s)*(?P<id>GPU)[0-9]{1,3}(?:\x1b?\[[0-9;]*m|\s)+(?:GPU[0-9]|CPU Affinity|NIC[0-9]|[a-z0-9]+_)"
 )
 TOOLS: tuple[Tool[Topology], ...] = (
-    Tool("nvidia-smi topo -m", matches, parse, judge, inventory, begins=_BEGINS),
+    Tool("nvidia-smi topo -m", matches, parse, judge, inventory, first_line=_BEGINS),
 )

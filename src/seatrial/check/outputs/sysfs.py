@@ -130,4 +130,4 @@ _MATCHES = having(r"^\S*/ports/\d+/(?:state|phys_state|rate|link_layer):\S")
 _BEGINS = re.compile(
     r"\S*?[\w.-]+/(?:ports/\d+/[\w/.-]+|hca_type|fw_ver|board_id|sys_image_guid|node_guid|node_type|node_desc):"
 )
-TOOLS = (Tool("sysfs", _MATCHES, parse, judge, inventory, begins=_BEGINS),)
+TOOLS = (Tool("sysfs", _MATCHES, parse, judge, inventory, first_line=_BEGINS),)

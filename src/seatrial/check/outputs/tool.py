@@ -7,10 +7,10 @@ readers and searches the rest for unmistakable faults; what is still unclaimed p
 reader needs no rules for unknown lines, and a missing claim is noticed at once. Blank lines and text around outputs
 (prompts, titles, separators, dates: noise.py) need not be claimed.
 
-A file may hold several outputs. split.py cuts it where a line matches `begins` of another tool than the one before. If
+A file may hold several outputs. split.py cuts it where a line matches `first_line` of another tool than the one before. If
 the pattern has a group `id`, a second match with the same text begins another output of the same tool: use it for a
 header that an output has only once. A repeated group `device` is cut at as well, but prevents a PASS, because damage
-can also duplicate a name. Without these groups the reader itself handles several outputs. Logs have `each` instead:
+can also duplicate a name. Without these groups the reader itself handles several outputs. Logs have `log_line` instead:
 every line that matches belongs to the log, also between the lines of another output.
 """
 
@@ -124,7 +124,7 @@ class Lines:
                 self._claimed.add(number)
             place += len(line) + 1
 
-    def left(self) -> Lines:
+    def unclaimed(self) -> Lines:
         """The unclaimed lines; empty if they are all noise."""
         left = [(n, line) for n, line in self._lines if n not in self._claimed]
         return Lines(left if any(not is_noise(line) for _, line in left) else [])
@@ -146,8 +146,8 @@ class Tool(Generic[Facts]):
     judge: Callable[[Facts, Context], list[Finding]]
     # Property -> value, for comparison between nodes that should be alike: {"GPUs": 8, "driver": "535.183.01"}.
     inventory: Callable[[Facts], Mapping[str, str | int | float]] = field(default=lambda facts: {})
-    begins: re.Pattern[str] | None = None  # matches the first line of an output, see above
-    each: re.Pattern[str] | None = None  # for a log: matches each of its lines
+    first_line: re.Pattern[str] | None = None  # matches the first line of an output, see above
+    log_line: re.Pattern[str] | None = None  # for a log: matches each of its lines
 
     def read(self, text: str, file: str, context: Context | None = None) -> list[Finding]:
         """Parse and judge. Never raises for what `text` contains: what cannot be read is UNJUDGED."""
@@ -160,7 +160,7 @@ class Tool(Generic[Facts]):
             text, why = f"{self.name}: {problem.message}", problem.message
             target = Target(node=context.node)
             return [Finding("OUT001", "UNJUDGED", target, text, why_unjudged=why, evidence=(place,))]
-        return found + left_over(lines.left(), file, context, self.name)
+        return found + unclaimed_findings(lines.unclaimed(), file, context, self.name)
 
     def inventory_of(self, text: str, file: str) -> Mapping[str, str | int | float]:
         """The inventory in `text`; empty if it cannot be read."""
@@ -170,7 +170,7 @@ class Tool(Generic[Facts]):
             return {}
 
 
-def left_over(lines: Lines, file: str, context: Context, tool: str) -> list[Finding]:
+def unclaimed_findings(lines: Lines, file: str, context: Context, tool: str) -> list[Finding]:
     """UNJUDGED for lines that no reader understood; nothing if there are none."""
     numbered = [(n, line) for n, line in lines if not is_noise(line)]
     if not numbered:

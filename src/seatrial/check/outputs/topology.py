@@ -163,7 +163,7 @@ def judge_topology(topology: Topology) -> list[Finding]:
     if not topology.links:
         why = "the source of the topology names no links"
         return [Finding("TOP001", "UNJUDGED", Target(), "uplinks are unknown", why_unjudged=why)]
-    say = FindingCollector(topology.source, Context(), "TOP001")  # about the fabric, not about one node
+    add = FindingCollector(topology.source, Context(), "TOP001")  # about the fabric, not about one node
     leaves = {link.switch for link in topology.links if not link.to_switch}
     uplinks = Counter(link.switch for link in topology.links if link.to_switch and link.peer not in leaves)
     usual = _most_frequent(uplinks[leaf] for leaf in leaves) or 0
@@ -174,7 +174,7 @@ def judge_topology(topology: Topology) -> list[Finding]:
             f"{leaf}: {uplinks[leaf]} links to the switches above, its peers have {usual}",
             uplinks[leaf],
         )
-        say(verdict, text, target=Target(peer=leaf), measured=have, expected=expected, median=float(usual))
+        add(verdict, text, target=Target(peer=leaf), measured=have, expected=expected, median=float(usual))
     for up in (False, True):
         kind = [link for link in topology.links if link.to_switch == up]
         best = _most_frequent(link.rate for link in kind if link.rate)
@@ -183,10 +183,10 @@ def judge_topology(topology: Topology) -> list[Finding]:
             if best is not None and link.rate is not None and _speed(link.rate) < _speed(best):
                 text = f"{link.switch} port {link.port} to {link.peer}: {link.rate}, others {best}"
                 target = Target(peer=link.switch, port=str(link.port))
-                say("FAIL", text, code="TOP002", target=target, measured=link.rate, expected=expected)
-    if not say.found:
-        say("PASS", f"leaf switches: {len(leaves)}, uplinks of each: {usual}", measured=usual)
-    return say.found
+                add("FAIL", text, code="TOP002", target=target, measured=link.rate, expected=expected)
+    if not add.found:
+        add("PASS", f"leaf switches: {len(leaves)}, uplinks of each: {usual}", measured=usual)
+    return add.found
 
 
 def _most_frequent(values: Iterable[T]) -> T | None:

@@ -1,4 +1,4 @@
-"""Recognise outputs that no reader supports, and say what to collect instead; the patterns are in unknown.toml."""
+"""Recognise outputs that no reader supports, and name what to collect instead; the patterns are in unknown.toml."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LONGEST = 20_000  # characters to search
 
 
 @dataclass(frozen=True)
-class Look:
+class UnsupportedTool:
     """One unsupported tool and the pattern that recognises it."""
 
     name: str
@@ -21,14 +21,16 @@ class Look:
 
 
 @cache
-def looks() -> tuple[Look, ...]:
-    """In file order: the first match counts."""
+def unsupported_tools() -> tuple[UnsupportedTool, ...]:
+    """All of unknown.toml, in its order: the first match counts."""
     table = tomllib.loads(
         files("seatrial.check.outputs").joinpath("unknown.toml").read_text(encoding="utf-8")
     )
-    return tuple(Look(n, re.compile(pattern, re.MULTILINE), to) for n, (pattern, to) in table.items())
+    return tuple(
+        UnsupportedTool(n, re.compile(pattern, re.MULTILINE), to) for n, (pattern, to) in table.items()
+    )
 
 
-def looks_like(text: str) -> Look | None:
-    """The tool whose pattern matches; None if there is none."""
-    return next((look for look in looks() if look.pattern.search(text[:_LONGEST])), None)
+def recognise_unsupported(text: str) -> UnsupportedTool | None:
+    """The unsupported tool whose pattern matches; None if there is none."""
+    return next((tool for tool in unsupported_tools() if tool.pattern.search(text[:_LONGEST])), None)

@@ -1,6 +1,6 @@
 """Remove failed nodes from a scheduler: Slurm's drain, Kubernetes' taint; as commands to read, or run.
 
-Deciding and writing the commands is pure; only carry_out() runs anything.
+Deciding and writing the commands is pure; only run_orders() runs anything.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9 .,:;/%()+_-]+")
 _REASON = re.compile(r"reason=[A-Za-z0-9 .,:;/%()+_-]*")  # needs no quotes other than these
 # Of the two ends of a pair one is healthy, and it is unknown which (docs/check.md, Localising a fault).
 _UNDECIDED = ("PAI001",)
-# A node that somebody drained keeps that reason. A node that is only DOWN does not: it may come back on its own.
+# A node that is already drained keeps its reason. A node that is only DOWN is drained: it may come back by itself.
 _OUT = "DRAIN"
 _MOST = 0.5  # share of the nodes that may be removed without --force
 
@@ -116,10 +116,10 @@ def refusal(report: Report, wanted: Sequence[Order], *, force: bool) -> str:
     return ""
 
 
-def carry_out(
-    wanted: Sequence[Order], say: Callable[[str], None], timeout_s: float = TIMEOUT_S
+def run_orders(
+    wanted: Sequence[Order], report: Callable[[str], None], timeout_s: float = TIMEOUT_S
 ) -> list[Order]:
-    """Run each command and report each result through `say`. Never raises for what a scheduler does.
+    """Run each command and report each result through `report`. Never raises for what a scheduler does.
 
     After a command that is missing, cannot be run or timed out, the rest are skipped: they would fail the same way.
     """
@@ -128,13 +128,13 @@ def carry_out(
     for order in wanted:
         if stop:
             found.append(replace(order, done=False, why=f"not run: {stop}"))
-        elif order.scheduler == "slurm" and (state := _out_already(order.node, timeout_s)):
+        elif order.scheduler == "slurm" and (state := _already_drained(order.node, timeout_s)):
             found.append(replace(order, done=True, why=f"already drained ({state})"))
         else:
             result = run_tool(Call(order.command[0], order.command, timeout_s))
             found.append(replace(order, done=result.ok, output=_message_of(result), why=result.why))
             stop = result.why if result.ended in ("absent", "refused", "hung", "stuck") else ""
-        say(_line(found[-1]))
+        report(_line(found[-1]))
     return found
 
 
@@ -149,7 +149,7 @@ def _line(order: Order) -> str:
     return f"{how}: {order.text}{more}{output}"
 
 
-def _out_already(node: str, timeout_s: float) -> str:
+def _already_drained(node: str, timeout_s: float) -> str:
     """The node's state and reason if it is already drained; empty otherwise, also if that cannot be determined."""
     result = run_tool(Call("scontrol", ("scontrol", "show", "node", node, "--oneliner"), timeout_s))
     state = re.search(r"\bState=(\S+)", result.out)

@@ -12,13 +12,13 @@ from seatrial.check.ranges import listed, shortened
 from seatrial.check.reports.adapters import SCHEDULERS, Order
 from seatrial.check.reports.report_table import (
     conclusion,
+    contains_evidence,
     expected,
     groups,
     lead,
     message,
     places,
     targets,
-    told_already,
     would_refuse,
 )
 
@@ -75,7 +75,7 @@ def _finding(group: Sequence[Finding]) -> dict[str, object]:
         rows.append(("why", f.why_unjudged))
     if f.action:
         rows.append(("action", f.action))
-    if (seen := places(group)) and not told_already(f):
+    if (seen := places(group)) and not contains_evidence(f):
         rows.append(("evidence", seen))
     return {
         "verdict": f.verdict,

@@ -29,8 +29,8 @@ _PORT_OF = re.compile(r"^(\d+) to (.+)$")  # a switch is stored in the field of 
 def table(report: Report, orders: Sequence[Order] = (), *, width: int = 100) -> list[Line]:
     """Lines with their styles; the last is the verdict with its meaning. `orders` are commands that remove nodes."""
     lines: list[Line] = []
-    if said := lead(report):
-        lines = [*_wrapped("", said, width, STYLES[report.verdict], indent=0), ("", "")]
+    if headline := lead(report):
+        lines = [*_wrapped("", headline, width, STYLES[report.verdict], indent=0), ("", "")]
     seen: set[tuple[str, str]] = set()
     for group in groups([f for f in report.findings if f.verdict != "PASS"]):
         lines += _group(group, width, seen)
@@ -102,15 +102,15 @@ def _group(group: Sequence[Finding], width: int, shown: set[tuple[str, str]]) ->
     blank = " " * _INDENT
     if first.why_unjudged and first.why_unjudged not in first.message:
         yield from _wrapped(blank, f"why       {first.why_unjudged}", width)
-    if first.expected is not None and (says := expected(first.expected)):
+    if first.expected is not None and (text := expected(first.expected)):
         # Without a value it only says what the measurement means.
         label = "means" if first.expected.value is None else "expected"
-        yield from _wrapped(blank, f"{label:<{_INDENT}}{says}", width)
+        yield from _wrapped(blank, f"{label:<{_INDENT}}{text}", width)
     if first.deviation is not None and first.peers_median is not None:
         yield from _wrapped(
             blank, f"peers     median {first.peers_median:.4g} {first.unit}: {first.deviation:+.0%}", width
         )
-    if (seen := places(group)) and not told_already(first):
+    if (seen := places(group)) and not contains_evidence(first):
         yield from _wrapped(blank, f"evidence  {seen}", width)
     if first.action:
         again = (first.code, first.action) in shown
@@ -129,7 +129,7 @@ def message(finding: Finding) -> str:
     return finding.message.removeprefix(f"{place(finding)}: ")
 
 
-def told_already(finding: Finding) -> bool:
+def contains_evidence(finding: Finding) -> bool:
     """Whether the message already contains the evidence, as that of a blame does."""
     return all(e in finding.message for e in finding.evidence)
 
@@ -214,9 +214,9 @@ def _passes(findings: Sequence[Finding], width: int) -> Iterator[Line]:
 
 def _group_text(group: Sequence[Finding]) -> str:
     """Code, target and message; "node7 does not answer" needs no "node7: " before it."""
-    where, says = targets(group), message(group[0])
+    where, text = targets(group), message(group[0])
     return (
-        f"{group[0].code}  {says if says.startswith(f'{where} ') else f'{where}: {says}' if where else says}"
+        f"{group[0].code}  {text if text.startswith(f'{where} ') else f'{where}: {text}' if where else text}"
     )
 
 

@@ -31,9 +31,9 @@ from seatrial.base.signals import SignalQueue
 from seatrial.control.agent.attendance import Attendance
 from seatrial.control.agent.environment import NodeEnvironment, assignments
 from seatrial.control.agent.errors import tail_of, with_error
-from seatrial.control.agent.here import settled
 from seatrial.control.agent.inspect import Inspection
 from seatrial.control.agent.journal import Journal
+from seatrial.control.agent.local_settings import resolve_auto
 from seatrial.control.agent.member import Member
 from seatrial.control.agent.ports import free_port
 from seatrial.control.agent.spec import AgentSpec, parse_agent_arguments
@@ -95,9 +95,9 @@ class Agent:
         self.workers.cpus = {local: gpu.cpus for local, gpu in enumerate(environment.gpus)}
         self.workers.start_fork_server()  # early: it takes two seconds, in which the agents find each other
         self.secret = read_secret(spec.folder)
-        self.snapshot_service.unlock(self.secret)
+        self.snapshot_service.set_secret(self.secret)
         self.listener = Listener(spec.address, self.secret)
-        self.acceptor = Acceptor(self.listener, self.watch, self.unwatch, self._on_visitor)
+        self.acceptor = Acceptor(self.listener, self.watch, self.unwatch, self._on_incoming)
         self.coordinator: Coordinator | None = None
         resilience = self.job.resilience
         self.member = Member(
@@ -125,7 +125,7 @@ class Agent:
         )
         self.telemetry = Telemetry(spec, self.job, self.journal.send_once, self.watch, self.unwatch)
         self.hardware_monitor = HardwareMonitor(
-            spec, resilience, self.journal.send_once, self.watch, self.unwatch, self.telemetry.take
+            spec, resilience, self.journal.send_once, self.watch, self.unwatch, self.telemetry.update
         )
 
     def _write(self, environment: NodeEnvironment) -> None:
@@ -192,7 +192,7 @@ class Agent:
         self.workers.meet_deadlines()
         if not self.member.tick(self._beat):
             # The coordinator counts us as lost from now on: our ranks must not run in parallel with their successors.
-            self.snapshot_service.call_off()
+            self.snapshot_service.cancel_start()
             self.workers.kill_ranks()
             # If it was only slow it still counts us as connected: reconnect and report that nothing runs here.
             self.member.leave()
@@ -229,7 +229,7 @@ class Agent:
 
     # -- other agents
 
-    def _on_visitor(self, incoming: Incoming) -> None:
+    def _on_incoming(self, incoming: Incoming) -> None:
         try:
             hello: msg.Hello = msg.decode(incoming.hello, msg.Hello)
         except ValueError as error:
@@ -264,7 +264,7 @@ class Agent:
 
     def _on_member(self) -> None:
         for order in self.member.receive():
-            self._obey(order)
+            self._on_order(order)
 
     def _hello(self, term: int) -> msg.AgentJoins:
         self._hello_sent = msg.AgentJoins(
@@ -337,7 +337,7 @@ class Agent:
 
     # -- orders
 
-    def _obey(self, order: msg.ToAgent) -> None:
+    def _on_order(self, order: msg.ToAgent) -> None:
         match order:
             case msg.Start():
                 self.generation, self.stopping, self.left = order.generation, None, None
@@ -348,7 +348,7 @@ class Agent:
                 self.journal.forget_generation()
                 self.workers.start(order.generation, {}, in_place=False)
             case msg.Distrust():
-                self.snapshot_service.began(order.generation + 1, order.step)
+                self.snapshot_service.generation_started(order.generation + 1, order.step)
             case msg.Forget():
                 self.snapshot_service.forget(order.generation, order.step)
             case msg.Stop():
@@ -401,7 +401,7 @@ class Agent:
         if (
             order.generation >= self.generation
         ):  # the end of an older generation does not affect the current one
-            self.snapshot_service.call_off()  # of a start that still waits for snapshots
+            self.snapshot_service.cancel_start()  # of a start that still waits for snapshots
             for rank in order.kill:
                 self.workers.signal(rank, signal.SIGKILL)
         self.workers.stop(order.generation, order.grace_s, park=order.park)
@@ -441,11 +441,11 @@ class Agent:
             case msg.RankSettle(pid=pid, count=count):
                 self.journal.send_once(msg.Settle(worker.local, pid, count))
             case msg.RankBeat(first=True, step=step):
-                self.snapshot_service.began(worker.generation, step - 1)
+                self.snapshot_service.generation_started(worker.generation, step - 1)
             case msg.SnapshotFilled():
-                self.snapshot_service.took(worker.local, message)
+                self.snapshot_service.rank_filled(worker.local, message)
             case msg.Dump() if self.inspection is not None:
-                self.inspection.take(worker.rank, message)
+                self.inspection.add_answer(worker.rank, message)
                 self._inspect()
             case msg.RankExited():
                 if message.status != 0 and not message.never_began:
@@ -479,15 +479,15 @@ class Agent:
         workers = list(self.workers.workers.values())
         if not workers or self.left is not None or self.stopping is not None:
             return
-        ways: set[msg.Ending] = set()
+        endings: set[msg.Ending] = set()
         for worker in workers:
             if worker.generation != self.generation:
                 continue
             if not worker.left:
                 return
-            ways.add(worker.how)
-        if len(ways) == 1:
-            self.left = msg.Left(self.generation, ways.pop(), free_port())
+            endings.add(worker.how)
+        if len(endings) == 1:
+            self.left = msg.Left(self.generation, endings.pop(), free_port())
             self.journal.send(self.left)
 
     # -- launcher, signals, end
@@ -499,14 +499,14 @@ class Agent:
                 case msg.EndRun("now"):
                     self.over = "now"
                 case msg.EndRun(why):
-                    self._asked(why)
+                    self._on_end_request(why)
                 case msg.LauncherRecord():
                     self.journal.send_once(msg.Record(**vars(message)))
         if self.launcher.closed:
             self.unwatch(self.launcher)
             self.over = self.over or "the launcher has exited"
 
-    def _asked(self, why: msg.Why) -> None:
+    def _on_end_request(self, why: msg.Why) -> None:
         self.wanted = why  # the next coordinator must receive it too
         if not self.member.send(msg.Asked(why)) and why != "preempt":
             self.over = why  # there is no coordinator and nothing to save: stop at once
@@ -561,12 +561,12 @@ class Agent:
             self.coordinator.monitor.close()
         mark = os.environ[process.MARK]
 
-        def left() -> set[int]:
+        def remaining() -> set[int]:
             return process.descendants(os.getpid()) | process.marked(mark)
 
         # The fork server last: should this agent be killed meanwhile, it kills the rest.
-        process.kill_all(lambda: left() - {self.workers.fork_server})
-        process.kill_all(left)
+        process.kill_all(lambda: remaining() - {self.workers.fork_server})
+        process.kill_all(remaining)
         process.reap(lambda pid, status: None)
 
 
@@ -583,7 +583,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         launcher = Channel.stdio(log)
         os.close(log)
     try:
-        spec = settled(spec, os.environ)
+        spec = resolve_auto(spec, os.environ)
     except InputError as error:
         complain(error.render())
         return error.exit_code

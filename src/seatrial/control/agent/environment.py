@@ -96,7 +96,7 @@ def node_variables(facts: Facts, yours: Mapping[str, str]) -> list[Variable]:
 
 def _defaults(facts: Facts) -> Iterator[tuple[str, str, str]]:
     """(name, value, reason)"""
-    way = f"{facts.interface} has {facts.address}: {facts.route_reason}"
+    reason = f"{facts.interface} has {facts.address}: {facts.route_reason}"
     yield "PYTHONUNBUFFERED", "1", "unbuffered output: a rank's log is always up to date"
     yield (
         "TORCH_FR_BUFFER_SIZE",
@@ -104,11 +104,11 @@ def _defaults(facts: Facts) -> Iterator[tuple[str, str, str]]:
         "size of the flight recorder, from which the rank that causes a hang is determined",
     )
     if facts.interface is not None:
-        yield "GLOO_SOCKET_IFNAME", facts.interface, way
+        yield "GLOO_SOCKET_IFNAME", facts.interface, reason
     if facts.device == "cpu":
         return
     if facts.interface is not None:
-        yield "NCCL_SOCKET_IFNAME", f"={facts.interface}", way
+        yield "NCCL_SOCKET_IFNAME", f"={facts.interface}", reason
     if ":" in facts.address:
         yield "NCCL_SOCKET_FAMILY", "AF_INET6", f"{facts.address} is an IPv6 address"
     if facts.ports.chosen:

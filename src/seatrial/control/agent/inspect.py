@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 
 from seatrial.control.agent.worker import Worker
-from seatrial.control.hangs.evidence import Look
+from seatrial.control.hangs.evidence import Observation
 from seatrial.record import messages as msg
 
 _PATIENCE_S = 0.5  # a responsive rank has answered by then
@@ -21,7 +21,7 @@ class Inspection:
         self._until = time.monotonic() + seconds
         self._look_at: float | None = time.monotonic() + _PATIENCE_S
         self._dumps: dict[int, msg.Dump] = {}
-        self._looks: dict[int, Look] = {}
+        self._observations: dict[int, Observation] = {}
         workers = list(workers)
         self._left = [w.rank for w in workers if w.state == "finished" or w.status == 0]
         self._asked = {w.rank: w for w in workers if w.runs and w.pid is not None}
@@ -33,8 +33,8 @@ class Inspection:
     def deadline(self) -> float:
         return self._until if self._look_at is None else min(self._until, self._look_at)
 
-    def take(self, rank: int, dump: msg.Dump) -> None:
-        """Store the answer of a rank."""
+    def add_answer(self, rank: int, dump: msg.Dump) -> None:
+        """Add the answer of a rank."""
         if dump.id == self.number:
             self._dumps[rank] = dump
 
@@ -48,7 +48,7 @@ class Inspection:
             for rank in self._asked.keys() - self._dumps.keys():
                 worker = self._asked[rank]
                 assert worker.pid is not None
-                self._looks[rank] = Look(worker.pid, worker.log)
+                self._observations[rank] = Observation(worker.pid, worker.log)
         return False
 
     def result(self) -> msg.Inspected:
@@ -57,5 +57,5 @@ class Inspection:
             id=self.number,
             left=self._left,
             dumps={str(rank): vars(dump) for rank, dump in self._dumps.items()},
-            evidence={str(rank): look.end().as_dict() for rank, look in self._looks.items()},
+            evidence={str(rank): look.end().as_dict() for rank, look in self._observations.items()},
         )

@@ -28,8 +28,8 @@ from seatrial.control.agent.worker import Worker
 from seatrial.control.net.wire import ACCEPT_AT_ONCE
 from seatrial.record import messages as msg
 
-TellRank = Callable[[Worker, msg.FromRank | msg.RankStarted | msg.RankExited], None]
-TellNode = Callable[[msg.Ready | msg.ForkServerExited], None]
+ReportRank = Callable[[Worker, msg.FromRank | msg.RankStarted | msg.RankExited], None]
+ReportNode = Callable[[msg.Ready | msg.ForkServerExited], None]
 Watch = Callable[[Any, Callable[[], None]], None]
 
 
@@ -39,22 +39,22 @@ class Workers:
     def __init__(
         self,
         spec: AgentSpec,
-        tell: TellRank,
-        tell_node: TellNode,
+        report: ReportRank,
+        report_node: ReportNode,
         watch: Watch,
         unwatch: Callable[[Any], None],
     ) -> None:
-        """`tell(worker, message)` is called with what a rank says and what becomes of it, `tell_node(message)` with
-        what becomes of the fork server, without the node's generation and the end of its log."""
+        """`report(worker, message)` is called with the messages of a rank and its start and exit, `report_node(message)` with
+        the same of the fork server, without the node's generation and the end of its log."""
         self.spec = spec
-        self.tell, self.tell_node = tell, tell_node
+        self.report, self.report_node = report, report_node
         self.workers: dict[int, Worker] = {}  # by local number
         self.snapshot_fds: dict[int, tuple[int, int]] = {}  # by local number
         self.cpus: dict[int, frozenset[int]] = {}  # by local number: CPUs that a new process is bound to
         self.fork_server: int | None = None  # pid
         self.fork_server_ready = False
         self._fork_server_channel: Channel | None = None
-        self._fork_server_owes = 0  # unanswered calls of `ask_fork_server`
+        self._unanswered_pings = 0  # unanswered calls of `ask_fork_server`
         self._watch, self._unwatch = watch, unwatch
         self._oom = OomWatch()
         self._grace: Grace | None = None  # for workers to stop; those still running at the end are killed
@@ -90,7 +90,7 @@ class Workers:
             return
         finally:
             theirs.close()
-        self._fork_server_channel, self._fork_server_owes = ours, 0
+        self._fork_server_channel, self._unanswered_pings = ours, 0
         self._watch(ours, self._on_fork_server)
 
     def ask_fork_server(self) -> int:
@@ -98,8 +98,8 @@ class Workers:
         if self._fork_server_channel is None or not self.fork_server_ready:
             return 0
         self._fork_server_channel.post(msg.encode(msg.Ping()))
-        self._fork_server_owes += 1
-        return self._fork_server_owes
+        self._unanswered_pings += 1
+        return self._unanswered_pings
 
     def start(self, generation: int, generation_specs: Mapping[int, msg.RankSpec], *, in_place: bool) -> None:
         """Start each local number on its generation. Parked workers continue in place where allowed; others are new."""
@@ -112,13 +112,13 @@ class Workers:
         for local, generation_spec in generation_specs.items():
             old = self.workers.get(local)
             if old is not None and in_place and old.waits and old.listens:
-                self._go_on(old, generation, generation_spec)
+                self._continue(old, generation, generation_spec)
                 continue
             if old is not None:
                 self._kill(old)  # replaced, and no longer listed when it is reaped
             self._fork(local, generation, generation_spec)
 
-    def _go_on(self, worker: Worker, generation: int, generation_spec: msg.RankSpec) -> None:
+    def _continue(self, worker: Worker, generation: int, generation_spec: msg.RankSpec) -> None:
         worker.generation, worker.rank = generation, generation_spec.rank
         worker.generation_spec, worker.log = generation_spec, Path(generation_spec.log)
         worker.state, worker.how, worker.signalled = "running", "done", None
@@ -133,7 +133,7 @@ class Workers:
 
     def _started(self, worker: Worker, *, in_place: bool) -> None:
         about = (worker.generation, worker.rank, worker.local, worker.pid)
-        self.tell(worker, msg.RankStarted(*about, in_place=in_place))
+        self.report(worker, msg.RankStarted(*about, in_place=in_place))
 
     def _fork(self, local: int, generation: int, generation_spec: msg.RankSpec) -> None:
         worker = Worker(local, generation, generation_spec.rank, secrets.token_hex(16), generation_spec)
@@ -262,9 +262,9 @@ class Workers:
                 sock.close()
                 continue
             channel = Channel(sock)
-            self._watch(channel, partial(self._on_stranger, channel))
+            self._watch(channel, partial(self._on_new_connection, channel))
 
-    def _on_stranger(self, channel: Channel) -> None:
+    def _on_new_connection(self, channel: Channel) -> None:
         try:
             messages = channel.receive()
         except ValueError:
@@ -272,7 +272,7 @@ class Workers:
         if not messages and not channel.closed:
             return
         self._unwatch(channel)
-        worker = self._greeted_by(messages[0]) if messages else None
+        worker = self._worker_of(messages[0]) if messages else None
         if worker is None or worker.channel is not None or not worker.alive:
             channel.close()  # of an earlier generation, or not one of our workers
             return
@@ -281,9 +281,9 @@ class Workers:
             worker.state = "running"
         self._watch(channel, lambda: self._on_worker(worker))
         self._post_generation_spec(worker)
-        self._hear(worker, lambda: messages[1:])
+        self._receive(worker, lambda: messages[1:])
 
-    def _greeted_by(self, values: dict[str, Any]) -> Worker | None:
+    def _worker_of(self, values: dict[str, Any]) -> Worker | None:
         try:
             hello: msg.FromRank = msg.decode(values, msg.FromRank)
         except ValueError:
@@ -294,27 +294,27 @@ class Workers:
     def _on_worker(self, worker: Worker) -> None:
         channel = worker.channel
         assert channel is not None
-        self._hear(worker, channel.receive)
+        self._receive(worker, channel.receive)
         if worker.channel is not None and channel.closed:
-            self._hang_up(worker)
+            self._close_channel(worker)
 
-    def _hear(self, worker: Worker, receive: Callable[[], list[dict[str, Any]]]) -> None:
+    def _receive(self, worker: Worker, receive: Callable[[], list[dict[str, Any]]]) -> None:
         try:
-            self._take(worker, receive())
+            self._on_messages(worker, receive())
         except ValueError as error:
             # Whatever happened to it, it must not continue; and its exit counts as its own failure.
             complain(f"protocol error from rank {worker.rank}: {error}")
-            self._hang_up(worker)
+            self._close_channel(worker)
             if worker.alive and worker.pid is not None:
                 process.signal_group(worker.pid, signal.SIGKILL)
 
-    def _hang_up(self, worker: Worker) -> None:
+    def _close_channel(self, worker: Worker) -> None:
         assert worker.channel is not None
         self._unwatch(worker.channel)
         worker.channel.close()
         worker.channel = None
 
-    def _take(self, worker: Worker, messages: list[dict[str, Any]]) -> None:
+    def _on_messages(self, worker: Worker, messages: list[dict[str, Any]]) -> None:
         for values in messages:
             message: msg.FromRank = msg.decode(values, msg.FromRank)
             match message:
@@ -331,7 +331,7 @@ class Workers:
                 case msg.Finished() if worker.runs:
                     worker.state, worker.how = "finished", message.how
                     worker.done = worker.how == "done"
-            self.tell(worker, message)
+            self.report(worker, message)
 
     def _on_fork_server(self) -> None:
         channel = self._fork_server_channel
@@ -339,7 +339,7 @@ class Workers:
             return
         try:
             for values in channel.receive():
-                self._take_from_fork_server(msg.decode(values, msg.FromForkServer))
+                self._on_fork_server_message(msg.decode(values, msg.FromForkServer))
         except ValueError as error:
             complain(f"protocol error from the fork server: {error}")
             self._drop_fork_server_channel()
@@ -348,13 +348,13 @@ class Workers:
         if channel.closed:
             self._drop_fork_server_channel()
 
-    def _take_from_fork_server(self, message: msg.FromForkServer) -> None:
+    def _on_fork_server_message(self, message: msg.FromForkServer) -> None:
         match message:
             case msg.ForkServerReady():
                 self.fork_server_ready = True
-                self.tell_node(msg.Ready())
+                self.report_node(msg.Ready())
             case msg.Pong():
-                self._fork_server_owes = 0
+                self._unanswered_pings = 0
             case msg.Forked():
                 self._forked(message.token, message.pid)
             case msg.ForkedExited():
@@ -410,7 +410,7 @@ class Workers:
             ran=ran,
             never_began=never_began,
         )
-        self.tell(worker, exited)
+        self.report(worker, exited)
 
     def _fork_server_ended(self, pid: int, status: int, now: float) -> None:
         self._on_fork_server()  # receive its last messages
@@ -423,7 +423,7 @@ class Workers:
         for worker in list(self.workers.values()):
             if worker.alive and worker.pid is None:
                 self._exited(worker, 1, now, never_began=True)
-        self.tell_node(msg.ForkServerExited(pid=pid, status=status, time=now, oom_killed=oom))
+        self.report_node(msg.ForkServerExited(pid=pid, status=status, time=now, oom_killed=oom))
         if was_ready:
             # At once, for the workers started next. One that never became ready is retried by the next start.
             self.start_fork_server()

@@ -116,8 +116,8 @@ class Coordinator:
         if memory is not None and memory.get("world"):
             world = World.from_dict(memory["world"], self.shapes, spec.ranks_per_node)
             self.executor.world, self.recorder.generation = world, world.generation
-            self.verdicts.began(world.generation)
-            self.monitor.began(time.monotonic())
+            self.verdicts.generation_started(world.generation)
+            self.monitor.generation_started(time.monotonic())
             self.executor.roster = {
                 int(node): (address, port) for node, (address, port) in memory["roster"].items()
             }
@@ -216,7 +216,7 @@ class Coordinator:
         old = self.peers.get(node)
         peer = Peer(node, link, hello.address, hello.port, hello.offer_port, incarnation)
         self.peers.add(peer)
-        self.rejoin_probe.came(node)
+        self.rejoin_probe.joined(node)
         self._silent.discard(node)
         self.executor.roster[node] = (peer.address, peer.port)
         if self.job.file.watch.metrics_port is not None:
@@ -383,7 +383,7 @@ class Coordinator:
         )
 
     def _exited(self, peer: Peer, exited: msg.RankExited | msg.ForkServerExited) -> None:
-        failure = self.verdicts.ended(peer.node, exited)
+        failure = self.verdicts.process_ended(peer.node, exited)
         if failure is None:
             return
         self.recorder.event(
@@ -542,14 +542,14 @@ class Coordinator:
             return
         while self._events and not self.deposed:
             try:
-                self._take()
+                self._process_next()
             except Succeeded:
                 self.deposed = True  # another coordinator decides by now
             self._events.popleft()
 
-    def _take(self) -> None:
+    def _process_next(self) -> None:
         """Process the first queued event. Raises Succeeded."""
-        began = time.monotonic()
+        started_at = time.monotonic()
         actions = self.machine.handle(self._events[0])
         if actions:
             self.recorder.log(self._events[0], actions)
@@ -559,35 +559,35 @@ class Coordinator:
         if any(not isinstance(action, m.Note) for action in actions):
             self.executor.remember(self.machine.memory())  # before any action is executed
         if self.machine.phase == "running" and not self.hangs.watching:
-            self.hangs.began(time.monotonic(), whole=True)  # started by an earlier coordinator
+            self.hangs.generation_started(time.monotonic(), whole=True)  # started by an earlier coordinator
         for action in actions:
             if not self.deposed:
-                self._do(action, began)
+                self._execute(action, started_at)
 
-    def _do(self, action: m.Action, began: float) -> None:
-        """Execute an action. `began`: when handling of its event began."""
+    def _execute(self, action: m.Action, started_at: float) -> None:
+        """Execute an action. `started_at`: when handling of its event began, on the monotonic clock."""
         match action:
-            case m.Start() | m.Finish() if not self._holds(since=began):
+            case m.Start() | m.Finish() if not self._holds(since=started_at):
                 self.deposed = True  # or the file system gave no proof
             case m.Start():
                 self._peers_gone = None
                 self.executor.start(action)
-                self.hangs.began(time.monotonic(), whole=not action.in_place)
-                self.verdicts.began(action.generation)
-                self.monitor.began(time.monotonic())
+                self.hangs.generation_started(time.monotonic(), whole=not action.in_place)
+                self.verdicts.generation_started(action.generation)
+                self.monitor.generation_started(time.monotonic())
             case m.Stop():
                 self.executor.stop(action, self._kill)
                 if not self.machine.at_work(self.machine.generation):
                     # Otherwise the node only has to stop an older generation; the current one continues.
                     self._peers_gone = None
-                    self.hangs.ended()
+                    self.hangs.generation_ended()
             case m.Yield():
                 self.executor.do(action)
-                self.hangs.ended()  # saving may take long; the machine has its own timeout for it
+                self.hangs.generation_ended()  # saving may take long; the machine has its own timeout for it
             case m.Flush():
                 self.snapshots.flush(self.world)
             case m.Finish():
-                self.hangs.ended()
+                self.hangs.generation_ended()
                 if action.how == "preempted":
                     self.recorder.event("preempted", action.message, severity="warning")
                 self.monitor.end()

@@ -61,8 +61,8 @@ class MonitorProcess:
         """The name of its process by pid, for the watchdog: one that is stopped is killed, and started again."""
         return {} if self._pid is None else {self._pid: "monitor"}
 
-    def began(self, now: float) -> None:
-        """A generation has begun."""
+    def generation_started(self, now: float) -> None:
+        """Schedule the start of the monitor, at the first generation; `stepped` brings it forward."""
         if self._starts_at is None and self._pid is None and not self._restarts and not self._over:
             self._starts_at = now + _WITHOUT_STEP_S
 

@@ -169,7 +169,7 @@ class Peers:
         if wanted is not None:
             self._watch(peer.link, lambda: self._on_link(peer), wanted)
         else:
-            self._went(peer)
+            self._on_disconnect(peer)
 
     def _on_link(self, peer: Peer) -> None:
         for values in peer.link.receive():
@@ -196,7 +196,7 @@ class Peers:
 
     # -- did its process exit, or was only the connection lost?
 
-    def _went(self, peer: Peer) -> None:
+    def _on_disconnect(self, peer: Peer) -> None:
         peer.probe_until = time.monotonic() + _PROBE_S
         self._look_by(peer.probe_until)
         self._probe(peer)

@@ -46,7 +46,7 @@ class RejoinProbe:
             return None
         return min([self._until, self._next, *(until for _, until in self._probes.values())])
 
-    def came(self, node: int) -> None:
+    def joined(self, node: int) -> None:
         """Stop probing `node`: it has joined, or is known to be lost."""
         self._roster.pop(node, None)
         self._end(node)
@@ -57,19 +57,19 @@ class RejoinProbe:
             self._end(node)
         if now >= self._until:
             for node in list(self._roster):
-                self.came(node)
+                self.joined(node)
                 self._lost(node, False, f"did not join the new coordinator within {self._silence_s:g} s")
         elif now >= self._next:
             self._next = now + _AGAIN_S
             for node in [n for n in self._roster if n not in self._probes]:
-                self._knock(node)
+                self._connect(node)
 
     def close(self) -> None:
         """Stop all probes."""
         for node in list(self._roster):
-            self.came(node)
+            self.joined(node)
 
-    def _knock(self, node: int) -> None:
+    def _connect(self, node: int) -> None:
         address, port = self._roster[node]
         probe = Outgoing(address, port, self._secret, self._hello)
         self._probes[node] = (probe, time.monotonic() + _DIAL_S)
@@ -88,7 +88,7 @@ class RejoinProbe:
             return
         self._end(node)
         if probe.why == _REFUSED and node in self._roster:
-            self.came(node)
+            self.joined(node)
             self._lost(node, True, "its agent exited")
 
     def _end(self, node: int) -> None:

@@ -17,7 +17,7 @@ from seatrial.record.folder import RunFolder
 
 
 @dataclass(frozen=True)
-class Ended:
+class ProcessFailure:
     """A process that failed by itself, not by being stopped. No `Failure`: what follows is up to the policy."""
 
     event: str  # kind of the event that records it
@@ -37,7 +37,7 @@ class Verdicts:
         self._lost: tuple[int, str, float] | None = None
         self._blamed: tuple[int, int | None, str, float] | None = None  # node, rank, cause, when
 
-    def began(self, generation: int) -> None:
+    def generation_started(self, generation: int) -> None:
         """Discard earlier reports: those failures have been handled, and the next one is a new one."""
         self._generation = generation
         self._exits.clear()
@@ -50,7 +50,7 @@ class Verdicts:
         """Record the node or rank that the coordinator blames, even if no process exited because of it."""
         self._blamed = self._blamed or (node, rank, cause, time.time())
 
-    def ended(self, node: int, exited: Exited) -> Ended | None:
+    def process_ended(self, node: int, exited: Exited) -> ProcessFailure | None:
         """Process an agent's report that a worker or a fork server exited; None if that is not a failure."""
         if exited.generation != self._generation:
             return None
@@ -67,7 +67,7 @@ class Verdicts:
         consequence = is_consequence(exited)
         if consequence:
             ended += ", because it lost a peer"
-        return Ended(
+        return ProcessFailure(
             event="nursery_failed" if rank is None else "rank_failed",
             message=f"{what} on node {node} {ended}",
             # Without its fork server no rank can be started there.

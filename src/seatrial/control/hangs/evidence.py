@@ -87,8 +87,8 @@ class Evidence:
         return cls(**values)
 
 
-class Look:
-    """An observation of one process: begun by the constructor, completed by `end` some time later."""
+class Observation:
+    """One process over a short time: begun by the constructor, completed by `end`."""
 
     def __init__(self, pid: int, log: Path, *, ask: bool = True) -> None:
         """`ask`: have it write its stacks to `log`, its stderr. The signal is not sent if it would kill the process."""

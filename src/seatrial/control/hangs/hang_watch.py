@@ -79,12 +79,12 @@ class HangWatch:
         """Whether a step is expected."""
         return self.deadline is not None
 
-    def began(self, now: float, *, whole: bool = False) -> None:
-        """A generation starts. `whole`: new processes, or an unknown state, which get all of `first_step_s`."""
+    def generation_started(self, now: float, *, whole: bool = False) -> None:
+        """Expect steps of a new generation. `whole`: new processes, or an unknown state: they get all of `first_step_s`."""
         self._until, self._done, self._validated = None, 0, False
         self._deadline.begin(now, whole=whole)
 
-    def ended(self) -> None:
+    def generation_ended(self) -> None:
         """No step is expected any more."""
         self._until = None
         self._deadline.end()

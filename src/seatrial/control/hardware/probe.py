@@ -55,23 +55,23 @@ class _Reminder:
         self._since = {key: times for key, times in self._since.items() if key in keys}
         for finding in found:
             key = (finding.signal, finding.where)
-            began, last = self._since.get(key, (now, now - REMIND_S))
+            started_at, last = self._since.get(key, (now, now - REMIND_S))
             if now - last >= REMIND_S:
-                self._since[key] = (began, now)
-                evidence = finding.evidence | {"for_s": round(now - began, 1)}
+                self._since[key] = (started_at, now)
+                evidence = finding.evidence | {"for_s": round(now - started_at, 1)}
                 entries.append({"finding": asdict(finding) | {"evidence": evidence}})
         return entries
 
 
-class _Keeper:
-    """Writes a file in a second thread: a run folder that hangs must not end the probe. One that fails is left out."""
+class _FileWriter:
+    """Writes a file in a second thread: a run folder that hangs must not block the probe. A failed write is skipped."""
 
     def __init__(self, file: Path | None) -> None:
         self._file = file
         self._thread: threading.Thread | None = None
 
     def write(self, found: PortCounters | GpuCounters) -> None:
-        """Replace the file, unless the last time has not ended yet."""
+        """Replace the file, unless the previous write is still in progress."""
         if self._file is None or (self._thread is not None and self._thread.is_alive()):
             return
         self._thread = threading.Thread(target=self._write, args=(self._file, found), daemon=True)
@@ -93,7 +93,7 @@ def watch_ports(root: Path, interval_s: float, file: Path | None) -> Body:
         reminder = _Reminder()
         send({"alive": "the first reading of the ports' counters"})
         before, then = read_ports(root), time.monotonic()
-        first, began, start, keeper = before, time.time(), then, _Keeper(file)
+        first, started_at, start, writer = before, time.time(), then, _FileWriter(file)
         for finding in first_findings(before):
             send({"finding": asdict(finding)})
         while send({"alive": "reading the ports' counters"}):
@@ -103,7 +103,7 @@ def watch_ports(root: Path, interval_s: float, file: Path | None) -> Body:
                 send(message)
             send({"source": "ports", "values": port_values(before, after, now - then)})
             before, then = after, now
-            keeper.write(PortCounters(began, now - start, first, after))
+            writer.write(PortCounters(started_at, now - start, first, after))
 
     return body
 
@@ -123,9 +123,9 @@ def watch_gpus(interval_s: float, file: Path | None, only: Collection[str] | Non
         send({"alive": "nvidia-smi, the GPUs' addresses"})
         addresses = _addresses()
         reminder, before, then, next_reading = _Reminder(), None, 0.0, 0.0
-        uses = None if isinstance(events, str) else _Uses(events)
+        usage = None if isinstance(events, str) else _GpuUsage(events)
         gpus = None if isinstance(events, str) else GpuSeries(events.ask, events.handles, only)
-        keeper, next_writing = _Keeper(file), time.monotonic() + interval_s
+        writer, next_writing = _FileWriter(file), time.monotonic() + interval_s
         while send({"alive": "waiting for NVML events"}):
             if isinstance(events, str):
                 time.sleep(_EVENT_WAIT_MS / 1000)
@@ -136,11 +136,11 @@ def watch_gpus(interval_s: float, file: Path | None, only: Collection[str] | Non
                     send({"nvml": events})
                 elif found is not None:
                     send({"xid": {"code": found[0], "pci": found[1]}})
-            if uses is not None and gpus is not None:
-                gpus.sample(uses.sample())
+            if usage is not None and gpus is not None:
+                gpus.sample(usage.sample())
                 if time.monotonic() >= next_writing:
                     next_writing = time.monotonic() + interval_s
-                    keeper.write(uses.counters())
+                    writer.write(usage.counters())
                     send({"source": "gpus", "values": gpus.values()})
             if time.monotonic() < next_reading:
                 continue
@@ -150,8 +150,8 @@ def watch_gpus(interval_s: float, file: Path | None, only: Collection[str] | Non
             if text is None:
                 continue
             after, now = parse_nvlink_errors(text), time.monotonic()
-            if uses is not None and gpus is not None:
-                uses.links(after, addresses)
+            if usage is not None and gpus is not None:
+                usage.links(after, addresses)
                 gpus.links(after, addresses)
             for message in reminder.new(
                 [] if before is None else nvlink_findings(before, after, now - then), now
@@ -250,8 +250,8 @@ class _TensorActive:
         return self._ask("nvmlGpmSampleGet", self._handle, sample) is not None
 
 
-class _Uses:
-    """What happens at the GPUs: clocks and tensor cores while they are busy, PCIe replays, NVLink errors."""
+class _GpuUsage:
+    """Usage of the GPUs: clocks and tensor cores while they are busy, PCIe replays, NVLink errors."""
 
     def __init__(self, nvml: _XidEvents) -> None:
         self._ask, self._handles = nvml.ask, nvml.handles
@@ -285,13 +285,13 @@ class _Uses:
 
     def counters(self) -> GpuCounters:
         """Since the start."""
-        uses = {}
+        usage = {}
         for gpu, handle in self._handles.items():
             (total, samples), before, now = self._mhz[gpu], self._replays[gpu], self._pcie(handle)
             replays = None if before is None or now is None or now < before else now - before
             clock = total / samples if samples else None
-            uses[gpu] = GpuUse(clock, samples, replays, self._grown(gpu), self._tensor[gpu].mean)
-        return GpuCounters(self._began, time.monotonic() - self._start, uses)
+            usage[gpu] = GpuUse(clock, samples, replays, self._grown(gpu), self._tensor[gpu].mean)
+        return GpuCounters(self._began, time.monotonic() - self._start, usage)
 
     def _grown(self, gpu: str) -> dict[str, int] | None:
         if len(self._links) < 2 or not any(key[0] == gpu for key in self._links[1]):

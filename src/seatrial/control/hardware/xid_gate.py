@@ -18,7 +18,7 @@ HOLD_S = 1.0
 # NVML gives the code without the text, and so without severity. It counts only if the kernel log stays silent.
 NVML_HOLD_S = 2.0
 COMPANION_S = 10.0  # codes of one GPU that are this close together belong together
-# The same signal from the same place within this time is the same fault. Merely recorded ones may repeat for ever.
+# The same signal from the same place within this time is the same fault. Merely recorded ones may repeat forever.
 BURST_S = 5.0
 RECORD_BURST_S = 60.0
 
@@ -71,14 +71,14 @@ class XidGate:
         """The signals that are due."""
         ready = [w for w in self._waiting if w.due <= now]
         self._waiting = [w for w in self._waiting if w.due > now]
-        return list(self._give(ready, now))
+        return list(self._emit(ready, now))
 
     @property
     def deadline(self) -> float | None:
         """When `due` will have something; None if nothing waits."""
         return min((w.due for w in self._waiting), default=None)
 
-    def _give(self, ready: Iterable[_Waiting], now: float) -> Iterable[GatedSignal]:
+    def _emit(self, ready: Iterable[_Waiting], now: float) -> Iterable[GatedSignal]:
         for waiting in ready:
             message = waiting.message
             companions = self._companions(message, now)

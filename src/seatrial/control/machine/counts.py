@@ -1,4 +1,4 @@
-"""Failure counters: the budgets that keep a run from failing and restarting for ever."""
+"""Failure counters: the budgets that keep a run from failing and restarting forever."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ class Machine:
         if not self._begun:
             self._begin()
         if self.phase != "finished":
-            self._take(event)
+            self._apply(event)
             self._advance()
         return self._actions
 
@@ -152,7 +152,7 @@ class Machine:
 
     # -- events
 
-    def _take(self, event: Event) -> None:
+    def _apply(self, event: Event) -> None:
         match event:
             case Joined():
                 self._joined(event)
@@ -169,14 +169,14 @@ class Machine:
                 self._failed(event)
             case Stopped():
                 unasked = self.works(event.node) and event.generation >= self.generation
-                self.roster.ended(event.node, event.generation)
+                self.roster.stopped(event.node, event.generation)
                 if unasked:
                     self._recover("agent_exit", "stopped without an order to", node=event.node)
             case Finished():
                 if event.generation == self.generation and event.node in self._members:
                     self.finished[event.node] = event.how
                     self._adopting.discard(event.node)
-                self.roster.ended(event.node, event.generation)
+                self.roster.stopped(event.node, event.generation)
             case Flushed():
                 if self.phase == "flushing":
                     self.phase, self._saved = "idle", True

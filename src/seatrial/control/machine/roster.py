@@ -89,7 +89,7 @@ class Roster:
         self.answer_by[number] = answer_by
         self.gone_by.pop(number, None)
 
-    def ended(self, number: int, generation: int) -> None:
+    def stopped(self, number: int, generation: int) -> None:
         """The node reported that it runs nothing of `generation` or an older one."""
         if number not in self.fenced and self.running.get(number, generation) <= generation:
             self._clear(number)

@@ -275,7 +275,7 @@ class Settings:
     max_same_failure: int = 3
     join_wait_s: float = 600.0
     """How long the first start waits for all nodes before it shrinks. With too few nodes for any shape, the run ends
-    after this time. 0: waits for ever."""
+    after this time. 0: no limit."""
     node_wait_s: float = 0.0  # how long a recovery waits for a node before it shrinks
     silence_s: float = 3.0  # heartbeat timeout: a node that has been silent for this long is lost
     fence_s: float = 1.0

@@ -34,7 +34,7 @@ class Acceptor:
         return min((incoming.deadline for incoming in self._waiting), default=None)
 
     def tick(self) -> None:
-        """Close connections that did not authenticate in time, which would otherwise stay open for ever."""
+        """Close connections that did not authenticate in time, which would otherwise stay open forever."""
         now = time.monotonic()
         for incoming in [i for i in self._waiting if now >= i.deadline]:
             self._refuse(incoming)
@@ -51,16 +51,16 @@ class Acceptor:
         progress = incoming.advance()
         if progress == "wait":
             return
-        self._let_go(incoming)
+        self._forget(incoming)
         if progress == "ready":
             self._proven(incoming)
         else:
             incoming.close()
 
     def _refuse(self, incoming: Incoming) -> None:
-        self._let_go(incoming)
+        self._forget(incoming)
         incoming.close()
 
-    def _let_go(self, incoming: Incoming) -> None:
+    def _forget(self, incoming: Incoming) -> None:
         self._waiting.remove(incoming)
         self._unwatch(incoming)

@@ -228,7 +228,7 @@ class Leases:
         return (there.node, there.address, there.port) == (lease.node, lease.address, lease.port)
 
     def _end(self, term: int) -> bool:
-        """Fence `term`: end its right for ever. False if that must be retried."""
+        """Fence `term`: end its right forever. False if that must be retried."""
         hold = self.hold(term)
         for _ in range(_TRIES):
             with contextlib.suppress(FileExistsError):

@@ -72,7 +72,7 @@ class SnapshotBuffers:
         """The files of a local slot, for its ranks to inherit. They stay the same."""
         return self._own[local].fds
 
-    def took(self, local: int, message: SnapshotFilled) -> Snapshot:
+    def rank_filled(self, local: int, message: SnapshotFilled) -> Snapshot:
         """Handle the message of local slot `local`'s rank that a file is complete. ValueError if it is invalid."""
         snapshot = Snapshot.from_message(vars(message))
         if message.slot not in (0, 1):
@@ -116,8 +116,8 @@ class SnapshotBuffers:
 
     # -- incoming copies
 
-    def room(self, snapshot: Snapshot, local: int | None = None) -> int | None:
-        """The file to write a copy of `snapshot` to; `filled` must follow.
+    def buffer_for(self, snapshot: Snapshot, local: int | None = None) -> int | None:
+        """Reserve the file to write a copy of `snapshot` to; call `filled` afterwards.
 
         One of local slot `local`, whose rank must not be running; or, without `local`, one for ranks of other nodes.
         None if the last copy is still in flight, or the state is already here; for another node's rank also if a newer
@@ -158,7 +158,7 @@ class SnapshotBuffers:
             if self._copies[key].filling is None:
                 self._copies.pop(key).close()
 
-    def began(self, generation: int, step: int) -> None:
+    def generation_started(self, generation: int, step: int) -> None:
         """Generation `generation` resumed after `step`: later snapshots of earlier generations are abandoned.
 
         This includes snapshots that are still being written or in flight.

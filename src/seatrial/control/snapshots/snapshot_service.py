@@ -43,7 +43,7 @@ class SnapshotService:
         """The memory files that ranks inherit, by local number."""
         return {local: self._snapshot_buffers.fds(local) for local in range(self._spec.ranks_per_node)}
 
-    def unlock(self, secret: bytes) -> None:
+    def set_secret(self, secret: bytes) -> None:
         """Set the run's secret, with which transfers authenticate."""
         self._secret = secret
 
@@ -55,10 +55,10 @@ class SnapshotService:
         """A generation spec's "snapshots"."""
         return self._snapshot_buffers.entries_for(local, rank, layout)
 
-    def began(self, generation: int, step: int) -> None:
+    def generation_started(self, generation: int, step: int) -> None:
         """`generation` resumed after `step`: later snapshots of earlier generations are no longer valid."""
         before = self._snapshot_buffers.held()
-        self._snapshot_buffers.began(generation, step)
+        self._snapshot_buffers.generation_started(generation, step)
         if self._snapshot_buffers.held() != before:
             self._report_held()
 
@@ -71,9 +71,9 @@ class SnapshotService:
 
     # -- from our own ranks, and to the buddy node
 
-    def took(self, local: int, message: msg.SnapshotFilled) -> None:
+    def rank_filled(self, local: int, message: msg.SnapshotFilled) -> None:
         """Handle a rank's message that it filled one of its files. Raises ValueError if the message is invalid."""
-        snapshot = self._snapshot_buffers.took(local, message)
+        snapshot = self._snapshot_buffers.rank_filled(local, message)
         self._report_held()
         held = self._snapshot_buffers.find(snapshot.rank, snapshot.step, snapshot.generation, snapshot.layout)
         if held is not None and self._buddy is not None:
@@ -122,7 +122,7 @@ class SnapshotService:
             if older is not None:
                 older[0].close()
             return
-        fd = self._snapshot_buffers.room(snapshot)
+        fd = self._snapshot_buffers.buffer_for(snapshot)
         if fd is None:
             incoming.close()
             return
@@ -151,17 +151,17 @@ class SnapshotService:
         self._buddy = order.buddy
         self._snapshot_buffers.guard(order.guards, order.layout)
         self._report_held()
-        self.call_off()
+        self.cancel_start()
         self._next = (order.fetch, then)
-        self._go_on()
+        self._continue_start()
 
-    def call_off(self) -> None:
+    def cancel_start(self) -> None:
         """Cancel the start that waits."""
         self._next = None
         for pid in self._fetching:
             process.signal_group(pid, signal.SIGKILL)
 
-    def _go_on(self) -> None:
+    def _continue_start(self) -> None:
         # Fetches of an earlier start must have stopped writing before the ranks of this one use the files.
         while self._next is not None and not self._fetching:
             wanted, then = self._next
@@ -174,7 +174,7 @@ class SnapshotService:
 
     def _fetch(self, wanted: msg.Fetch) -> None:
         snapshot = Snapshot.from_message(wanted.snapshot)
-        fd = self._snapshot_buffers.room(snapshot, wanted.local)
+        fd = self._snapshot_buffers.buffer_for(snapshot, wanted.local)
         if fd is None:
             return
         here = self._snapshot_buffers.find(snapshot.rank, snapshot.step, snapshot.generation, snapshot.layout)
@@ -231,7 +231,7 @@ class SnapshotService:
         moving, then = self._moving.pop(pid)
         self._fetching.discard(pid)
         then(moving.result())
-        self._go_on()
+        self._continue_start()
         return True
 
     def _report_held(self) -> None:

@@ -74,7 +74,7 @@ def push(held: Held, address: str, port: int, secret: bytes) -> Moving:
 
     def body() -> Answer:
         session = wire.dial(address, port, secret, hello, TIMEOUT_S)
-        _give(session, held)
+        _send_snapshot(session, held)
         return {}
 
     return _start("push", body, keep=[held.fd], niceness=_BACKGROUND)
@@ -84,7 +84,7 @@ def receive(incoming: wire.Incoming, fd: int, expected: Snapshot) -> Moving:
     """Receive the `push` of `expected` into the memory file `fd`. `incoming` is "ready"; here it is closed."""
 
     def body() -> Answer:
-        return {"snapshot": _take(incoming.session(TIMEOUT_S), fd, expected).to_message()}
+        return {"snapshot": _receive_snapshot(incoming.session(TIMEOUT_S), fd, expected).to_message()}
 
     moving = _start("receive", body, keep=[fd, incoming.fileno()], fd=fd, niceness=_BACKGROUND)
     incoming.close()
@@ -97,7 +97,7 @@ def fetch(wanted: Snapshot, fd: int, address: str, port: int, secret: bytes) -> 
 
     def body() -> Answer:
         session = wire.dial(address, port, secret, hello, TIMEOUT_S)
-        return {"snapshot": _take(session, fd, wanted).to_message()}
+        return {"snapshot": _receive_snapshot(session, fd, wanted).to_message()}
 
     return _start("fetch", body, keep=[fd], fd=fd)
 
@@ -106,7 +106,7 @@ def serve(incoming: wire.Incoming, held: Held | None) -> Moving:
     """Answer a `fetch` with `held`, which `SnapshotBuffers.find` found for its hello. `incoming` is closed here."""
 
     def body() -> Answer:
-        _give(incoming.session(TIMEOUT_S), held)
+        _send_snapshot(incoming.session(TIMEOUT_S), held)
         return {}
 
     keep = [incoming.fileno(), *([] if held is None else [held.fd])]
@@ -203,7 +203,7 @@ def _alive(silent_s: int) -> None:
     signal.alarm(silent_s)
 
 
-def _give(session: wire.BlockingLink, held: Held | None) -> None:
+def _send_snapshot(session: wire.BlockingLink, held: Held | None) -> None:
     """Send a snapshot and wait until the other side has verified it."""
     if held is None:
         session.send(msg.encode(msg.SnapshotHeader(None)))
@@ -217,8 +217,8 @@ def _give(session: wire.BlockingLink, held: Held | None) -> None:
     msg.decode(session.receive(), msg.FromTaker)
 
 
-def _take(session: wire.BlockingLink, fd: int, expected: Snapshot) -> Snapshot:
-    """The opposite of `_give`: fill `fd`; returns the snapshot with its index."""
+def _receive_snapshot(session: wire.BlockingLink, fd: int, expected: Snapshot) -> Snapshot:
+    """The opposite of `_send_snapshot`: fill `fd`; returns the snapshot with its index."""
     header: msg.FromGiver = msg.decode(session.receive(), msg.FromGiver)
     if header.snapshot is None:
         raise Damaged(f"the other side does not have step {expected.step} of rank {expected.rank}")

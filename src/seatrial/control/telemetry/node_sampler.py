@@ -57,7 +57,7 @@ class NodeSampler:
         self.coordinates = threading.Event()
 
     def run(self) -> None:
-        """Start the threads, and take what the agent sends."""
+        """Start the threads, and receive the probes' readings from the agent."""
         settings = self._settings
         with contextlib.suppress(OSError):
             os.nice(_NICENESS)
@@ -73,12 +73,12 @@ class NodeSampler:
             for message in self._channel.receive():
                 match message:
                     case {"source": str(source), "values": dict(values)}:
-                        self.take(source, values)
+                        self.update(source, values)
                     case {"coordinates": bool(coordinates)}:
                         (self.coordinates.set if coordinates else self.coordinates.clear)()
 
-    def take(self, source: str, values: Values) -> None:
-        """What `source` reads now; it replaces what it read before."""
+    def update(self, source: str, values: Values) -> None:
+        """Replace the values of `source` by its newest ones."""
         with self._lock:
             self._read[source] = time.monotonic(), values
 
@@ -104,17 +104,17 @@ class NodeSampler:
             if wait_first:
                 time.sleep(_FIRST_S)
             while True:
-                began = time.monotonic()
+                started_at = time.monotonic()
                 do()
-                time.sleep(max(0.0, period - (time.monotonic() - began)))
+                time.sleep(max(0.0, period - (time.monotonic() - started_at)))
 
         threading.Thread(target=loop, daemon=True).start()
 
     def _host(self) -> None:
-        self.take("host", self._load.read())
+        self.update("host", self._load.read())
 
     def _storage(self, name: str, path: Path) -> None:
-        self.take(f"storage {name}", storage_values(name, path))
+        self.update(f"storage {name}", storage_values(name, path))
 
     def _record(self) -> None:
         try:

@@ -23,7 +23,7 @@ _RUN_EVERY_S, _RUN_OLD_S = 5.0, 60.0
 
 
 def serve(sampler: NodeSampler, folder: RunFolder, node: int, address: str, port: int) -> None:
-    """Serves scrapes in separate threads from the latest values: no scrape waits for a driver or a file system.
+    """Serve scrapes in separate threads from the latest values: no scrape waits for a driver or a file system.
 
     The coordinator's node serves the series of the run too. Raises OSError, for example if the port is taken.
     """

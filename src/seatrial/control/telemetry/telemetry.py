@@ -46,8 +46,8 @@ class Telemetry:
         else:
             watch(self._child, self._poll)
 
-    def take(self, source: str, values: dict[str, float]) -> None:
-        """What a probe has read."""
+    def update(self, source: str, values: dict[str, float]) -> None:
+        """Send the process the newest values of a probe."""
         if self._child is not None:
             self._child.post({"source": source, "values": values})
 

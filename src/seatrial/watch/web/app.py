@@ -22,8 +22,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from seatrial.watch.web import compare, heat, tail
 from seatrial.watch.web.access import COOKIE, Access, answers_to
-from seatrial.watch.web.moment import Moment
 from seatrial.watch.web.pages import PAGES
+from seatrial.watch.web.polled_run import PolledRun
 from seatrial.watch.web.runs import Runs
 from seatrial.watch.web.watched import Body, Watched, body_of
 
@@ -178,7 +178,7 @@ def application(make_runs: Callable[[], Runs], access: Access, server_runs: list
         return StreamingResponse(found.feed.stream(), media_type="text/event-stream", headers=headers)
 
     async def made(
-        request: Request, key: tuple[str, ...], make: Callable[[Moment], Mapping[str, Any]]
+        request: Request, key: tuple[str, ...], make: Callable[[PolledRun], Mapping[str, Any]]
     ) -> Response:
         found = await watched(request)
         return _answer(request, await run_in_threadpool(found.body, key, make))
@@ -191,20 +191,20 @@ def application(make_runs: Callable[[], Runs], access: Access, server_runs: list
 
     async def heat_map(request: Request) -> Response:
         metric = request.query_params.get("metric", heat.OWN_WORK)[:200]
-        return await made(request, ("heat", metric), lambda moment: heat.heat(moment, metric))
+        return await made(request, ("heat", metric), lambda polled: heat.heat(polled, metric))
 
     async def over_time(request: Request) -> Response:
         metric, node = request.query_params.get("metric", "")[:200], _number(request, "node") or 0
 
-        def make(moment: Moment) -> Mapping[str, Any]:
-            return heat.over_time(moment.view.folder, node, metric, moment.now)
+        def make(polled: PolledRun) -> Mapping[str, Any]:
+            return heat.over_time(polled.view.folder, node, metric, polled.now)
 
         return await made(request, ("series", metric, str(node)), make)
 
     async def logs(request: Request) -> Response:
         generation = _number(request, "generation")
         return await made(
-            request, ("logs", str(generation)), lambda moment: tail.logs(moment.view.folder, generation)
+            request, ("logs", str(generation)), lambda polled: tail.logs(polled.view.folder, generation)
         )
 
     async def log(request: Request) -> Response:

@@ -14,15 +14,15 @@ from seatrial.record.folder import RunFolder
 from seatrial.record.view import RunView
 from seatrial.ui import figures
 from seatrial.watch.web import blocks as b
-from seatrial.watch.web.moment import Moment
+from seatrial.watch.web.polled_run import PolledRun
 
 _POINTS = 600
 MOST = 8  # runs in one comparison
 
 
-def column(moment: Moment) -> dict[str, Any]:
+def column(polled: PolledRun) -> dict[str, Any]:
     """The data of one run for a comparison."""
-    view, last = moment.view, moment.view.last
+    view, last = polled.view, polled.view.last
     recent = view.history.column("step_time_s")[-200:]
     return {
         "facts": [

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from seatrial.record.folder import RunFolder
-from seatrial.record.frontier import beside_peers
+from seatrial.record.frontier import excess_over_peers
 from seatrial.record.jsonl import Problem
 from seatrial.record.series import NODE_SERIES, is_counter, parse_series
 from seatrial.record.stages import STAGES
 from seatrial.record.telemetry import read_names, read_series
 from seatrial.watch.web.blocks import chart
-from seatrial.watch.web.moment import Moment, Ranks
+from seatrial.watch.web.polled_run import PolledRun, Ranks
 
 OWN_WORK = "own-work"
 _DAY_S, _POINTS, _MOST_LINES = 86400.0, 600, 16  # of a chart over time
@@ -29,29 +29,29 @@ _UNITS = {
 }
 
 
-def metrics(moment: Moment) -> list[dict[str, str]]:
+def metrics(polled: PolledRun) -> list[dict[str, str]]:
     """The metrics that can be selected: id, name and group."""
     found = [{"id": OWN_WORK, "name": "own work against stage peers", "group": "ranks"}]
-    if moment.ranks.seconds is not None:
-        there = [bool(column.any()) for column in moment.ranks.seconds.T]
+    if polled.ranks.seconds is not None:
+        there = [bool(column.any()) for column in polled.ranks.seconds.T]
         found += [
             {"id": f"stage:{name}", "name": f"{name.replace('_', ' ')} against stage peers", "group": "ranks"}
             for name, known in zip(STAGES, there, strict=True)
             if known
         ]
-    keys = sorted({_kind(key) for sample in moment.telemetry.values() for key in sample.values})
+    keys = sorted({_kind(key) for sample in polled.telemetry.values() for key in sample.values})
     keys = [key for key in keys if not _labels(key)[0].endswith("_info")]
     found += [{"id": f"telemetry:{key}", "name": _label(key), "group": "telemetry"} for key in keys]
     return found
 
 
-def heat(moment: Moment, metric: str) -> dict[str, Any]:
+def heat(polled: PolledRun, metric: str) -> dict[str, Any]:
     """One row per node with a value per column, null if not recorded. `why`: the reason, if there is no data at all."""
     kind, _, name = metric.partition(":")
     if metric == OWN_WORK or (kind == "stage" and name in STAGES):
-        return {"metric": metric, **_of_ranks(moment.ranks, name)}
+        return {"metric": metric, **_of_ranks(polled.ranks, name)}
     if kind == "telemetry":
-        return {"metric": metric, **_of_telemetry(moment, name)}
+        return {"metric": metric, **_of_telemetry(polled, name)}
     return {"metric": metric, **_nothing("unknown metric")}
 
 
@@ -92,7 +92,7 @@ def _of_ranks(ranks: Ranks, stage: str) -> dict[str, Any]:
         return _nothing("not available: not all ranks have recorded steps of this generation yet")
     step_s = ranks.account.split.step_s
     seconds = ranks.seconds[:, STAGES.index(stage)] if stage else ranks.own_s
-    share = 100 * beside_peers(seconds, ranks.pipeline) / step_s
+    share = 100 * excess_over_peers(seconds, ranks.pipeline) / step_s
     slots = len(ranks.nodes) or 1
     rows = share.reshape(slots, -1)
     return {
@@ -108,11 +108,11 @@ def _of_ranks(ranks: Ranks, stage: str) -> dict[str, Any]:
     }
 
 
-def _of_telemetry(moment: Moment, kind: str) -> dict[str, Any]:
+def _of_telemetry(polled: PolledRun, kind: str) -> dict[str, Any]:
     """The latest values of `kind`; for a counter its rate per second."""
     rate = is_counter(kind)
     rows: dict[int, dict[str, float]] = {}
-    for node, sample in sorted(moment.telemetry.items()):
+    for node, sample in sorted(polled.telemetry.items()):
         values = sample.rates if rate else sample.values
         rows[node] = {
             column: value for key, value in values.items() if (column := _column(key, kind)) is not None
@@ -128,7 +128,7 @@ def _of_telemetry(moment: Moment, kind: str) -> dict[str, Any]:
         "nodes": list(rows),
         "columns": columns,
         "values": [[_scaled(row.get(column), factor) for column in columns] for row in rows.values()],
-        "times": [moment.telemetry[node].time for node in rows],
+        "times": [polled.telemetry[node].time for node in rows],
     }
 
 
@@ -170,12 +170,12 @@ def _unit(kind: str) -> tuple[str, float]:
     return _UNITS.get(unit, ""), 100.0 if unit == "ratio" else 1.0
 
 
-def worst(moment: Moment, most: int) -> Iterator[tuple[int, int | str, float, float]]:
+def worst(polled: PolledRun, most: int) -> Iterator[tuple[int, int | str, float, float]]:
     """The ranks that deviate most: (rank, node, seconds of own work, deviation from peers in percent of a step)."""
-    ranks = moment.ranks
+    ranks = polled.ranks
     if ranks.account is None:
         return
-    share = 100 * beside_peers(ranks.own_s, ranks.pipeline) / ranks.account.split.step_s
+    share = 100 * excess_over_peers(ranks.own_s, ranks.pipeline) / ranks.account.split.step_s
     each = ranks.account.ranks // (len(ranks.nodes) or 1)
     for rank in np.argsort(-np.abs(share), kind="stable")[:most].tolist():
         node = ranks.nodes[rank // each] if ranks.nodes else "?"

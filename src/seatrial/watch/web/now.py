@@ -15,7 +15,7 @@ from seatrial.ui.goodput_words import mtbf_words
 from seatrial.ui.recovery import message_of
 from seatrial.ui.summary import shown_events
 from seatrial.watch.web import heat
-from seatrial.watch.web.moment import Moment
+from seatrial.watch.web.polled_run import PolledRun
 
 _LATE = 5.0  # step times without a new step
 _LEAST_LATE_S = 10.0
@@ -23,18 +23,18 @@ _LAST_EVENTS = 8
 _MOST_PROBLEMS = 5
 
 
-def now(moment: Moment) -> dict[str, Any]:
+def now(polled: PolledRun) -> dict[str, Any]:
     """The document that is pushed to browsers. Times are unix seconds; browsers compute ages."""
-    view, known = moment.view, moment.complete or moment.ranks.account is not None
+    view, known = polled.view, polled.complete or polled.ranks.account is not None
     return {
         "name": view.folder.path.absolute().name,
         "state": {"state": view.state, "reason": view.state_reason, "generation": view.generation},
-        "moving": _moving(moment),
-        "attention": needs_attention(moment),
-        "lost": _lost(moment),
-        "reserve": _reserve(moment),
-        "checkpoint": _checkpoint(moment),
-        "heat": heat.heat(moment, heat.OWN_WORK) if known else {"why": "reading ...", "values": []},
+        "moving": _moving(polled),
+        "attention": needs_attention(polled),
+        "lost": _lost(polled),
+        "reserve": _reserve(polled),
+        "checkpoint": _checkpoint(polled),
+        "heat": heat.heat(polled, heat.OWN_WORK) if known else {"why": "reading ...", "values": []},
         "events": [event_row(event) for event in shown_events(view)[-_LAST_EVENTS:]][::-1],
         "missing": [str(problem) for problem in view.problems[:_MOST_PROBLEMS]],
         "missing_count": len(view.problems),
@@ -42,8 +42,8 @@ def now(moment: Moment) -> dict[str, Any]:
     }
 
 
-def _moving(moment: Moment) -> dict[str, Any]:
-    view, last, waterfall = moment.view, moment.view.last, moment.ranks.waterfall
+def _moving(polled: PolledRun) -> dict[str, Any]:
+    view, last, waterfall = polled.view, polled.view.last, polled.ranks.waterfall
     runs = view.state == "running"
     left = None if view.job.steps is None else max(0, view.job.steps - view.step)
     planned = None if waterfall is None else waterfall.predicted_step_s
@@ -52,8 +52,8 @@ def _moving(moment: Moment) -> dict[str, Any]:
         "steps": view.job.steps,
         "eta_s": view.eta_s if runs else None,
         "planned_s": None if planned is None or left is None or not runs else planned * left,
-        "why_no_plan": moment.ranks.why_no_prediction,
-        "underway": moment.underway,
+        "why_no_plan": polled.ranks.why_no_prediction,
+        "underway": polled.underway,
     }
     if last is None:
         return found
@@ -62,7 +62,7 @@ def _moving(moment: Moment) -> dict[str, Any]:
         "late_s": max(_LEAST_LATE_S, _LATE * last.step_time_s) if runs else None,
         "step_s": last.step_time_s,
         "loss": last.loss,
-        "validation": _validation(moment),
+        "validation": _validation(polled),
         "grad_norm": last.grad_norm,
         "tokens_per_s": last.tokens_per_s,
         "each": last.tokens_per_s_per_gpu,
@@ -73,9 +73,9 @@ def _moving(moment: Moment) -> dict[str, Any]:
     }
 
 
-def _validation(moment: Moment) -> dict[str, Any] | None:
+def _validation(polled: PolledRun) -> dict[str, Any] | None:
     """The latest validation loss and its step; None: not measured."""
-    history = moment.view.history
+    history = polled.view.history
     known = np.flatnonzero(np.isfinite(np.asarray(history.column("validation_loss"), np.float64)))
     if not known.size:
         return None
@@ -83,11 +83,11 @@ def _validation(moment: Moment) -> dict[str, Any] | None:
     return {"step": history.steps[place], "loss": history.column("validation_loss")[place]}
 
 
-def _lost(moment: Moment) -> dict[str, Any] | None:
+def _lost(polled: PolledRun) -> dict[str, Any] | None:
     """Today's seconds outside steps that count, by cause; None: not read yet."""
-    whole, today = moment.whole, moment.today
+    whole, today = polled.whole, polled.today
     if whole is None:
-        return {"why": "no start is recorded"} if moment.complete else None
+        return {"why": "no start is recorded"} if polled.complete else None
     mtbf = f"mean time between failures of the run: {mtbf_words(whole.mtbf)}"
     if today is None:
         return {"why": "the run ended before today", "mtbf": mtbf}
@@ -103,9 +103,9 @@ def _lost(moment: Moment) -> dict[str, Any] | None:
     }
 
 
-def needs_attention(moment: Moment) -> list[dict[str, Any]]:
+def needs_attention(polled: PolledRun) -> list[dict[str, Any]]:
     """Problems that need action, worst first, with node and command if known."""
-    view = moment.view
+    view = polled.view
     run = shlex.quote(str(view.folder.path))
     found = []
     if view.failure is not None:
@@ -119,7 +119,7 @@ def needs_attention(moment: Moment) -> list[dict[str, Any]]:
             _item("error", failure.message, failure.time, failure.node, failure.rank, logs, failure.hint)
         )
     elif view.state in ("failed", "stopped", "preempted"):
-        found.append(_item("warning", f"{view.state}: {view.state_reason}", _last_time(moment)))
+        found.append(_item("warning", f"{view.state}: {view.state_reason}", _last_time(polled)))
     if view.state in ("running", "queued"):
         for alert in open_alerts(view.own_events):
             nodes = (
@@ -131,7 +131,7 @@ def needs_attention(moment: Moment) -> list[dict[str, Any]]:
             )
             what = f"{nodes}{alert.message}"
             found.append(_item(alert.severity, what, alert.since, node, alert.rank, alert.command, evidence))
-        for node, how in sorted(moment.nodes.gone.items()):
+        for node, how in sorted(polled.nodes.gone.items()):
             event = _last_event(view.own_events, node)
             what = f"node {node} {how}" if event is None else event.message
             since = None if event is None else event.time
@@ -173,24 +173,24 @@ def _last_event(events: list[Event], node: int) -> Event | None:
     return next((e for e in reversed(events) if e.node == node and e.kind in kinds), None)
 
 
-def _last_time(moment: Moment) -> float | None:
-    events = moment.view.events
+def _last_time(polled: PolledRun) -> float | None:
+    events = polled.view.events
     return events[-1].time if events else None
 
 
-def _reserve(moment: Moment) -> dict[str, Any]:
-    nodes = moment.nodes
+def _reserve(polled: PolledRun) -> dict[str, Any]:
+    nodes = polled.nodes
     return {
         "known": bool(nodes.training),
         "training": len([n for n in nodes.training if n not in nodes.gone]),
         "spares": nodes.spares,
-        "idle_s": None if moment.whole is None else round(sum(moment.whole.idle_node_s.values())),
+        "idle_s": None if polled.whole is None else round(sum(polled.whole.idle_node_s.values())),
         "gone": [{"node": node, "how": how} for node, how in sorted(nodes.gone.items())],
     }
 
 
-def _checkpoint(moment: Moment) -> dict[str, Any] | None:
-    view = moment.view
+def _checkpoint(polled: PolledRun) -> dict[str, Any] | None:
+    view = polled.view
     if view.latest is None:
         return None
     return {
@@ -198,15 +198,15 @@ def _checkpoint(moment: Moment) -> dict[str, Any] | None:
         "time": view.latest.time,
         "where": view.latest.where,
         "kept": len(view.checkpoints),
-        "verified": _verified(moment, view.latest.step),
+        "verified": _verified(polled, view.latest.step),
         "command": f"seatrial verify {shlex.quote(view.latest.where)}",
         "at_risk": max(0, view.step - view.latest.step),
     }
 
 
-def _verified(moment: Moment, step: int) -> bool | None:
+def _verified(polled: PolledRun, step: int) -> bool | None:
     """True if a start resumed from this checkpoint, which compares every byte with its hash; False: damaged; None: not read back."""
-    for event in reversed(moment.view.events):
+    for event in reversed(polled.view.events):
         if (event.data or {}).get("step") == step:
             if event.kind == "resumed":
                 return True

@@ -17,7 +17,7 @@ from seatrial.ui.recovery import Recoveries, message_of
 from seatrial.watch.web import blocks as b
 from seatrial.watch.web import heat, reports
 from seatrial.watch.web.documents import Document, read_document
-from seatrial.watch.web.moment import Moment
+from seatrial.watch.web.polled_run import PolledRun
 
 Page = dict[str, Any]
 POINTS = 1200  # points of a curve
@@ -33,24 +33,24 @@ def page(title: str, blocks: Sequence[b.Block], missing: Sequence[str] = ()) -> 
     return {"title": title, "blocks": list(blocks), "missing": list(missing)}
 
 
-def ranks(moment: Moment) -> Page:
+def ranks(polled: PolledRun) -> Page:
     """The metrics of the heat map, whose data is requested separately, and the ranks that deviate most."""
     rows = [
         [rank, node, units.duration(own), b.toned(f"{share:+.1f} %", "warn" if share > 2 else "")]
-        for rank, node, own, share in heat.worst(moment, 24)
+        for rank, node, own, share in heat.worst(polled, 24)
     ]
     found = [
         b.table(
             "Most deviating ranks", ["#rank", "#node", "#own work per step", "#against stage peers"], rows
         )
     ]
-    split = moment.ranks.account
+    split = polled.ranks.account
     missing = (
         []
         if split is not None
         else ["not all ranks have recorded the stages of a step of this generation yet"]
     )
-    if not moment.telemetry:
+    if not polled.telemetry:
         missing.append("node telemetry: not recorded")
     notes = (
         []
@@ -58,16 +58,16 @@ def ranks(moment: Moment) -> Page:
         else [
             b.note(
                 f"Own work: time of a step in which a rank does not wait for others, median of steps {split.first_step:,}-{split.last_step:,}; "
-                f"peers: the ranks of the same pipeline stage (of {moment.ranks.pipeline})."
+                f"peers: the ranks of the same pipeline stage (of {polled.ranks.pipeline})."
             )
         ]
     )
-    return page("Ranks", [*notes, *(found if rows else [])], missing) | {"metrics": heat.metrics(moment)}
+    return page("Ranks", [*notes, *(found if rows else [])], missing) | {"metrics": heat.metrics(polled)}
 
 
-def step(moment: Moment) -> Page:
+def step(polled: PolledRun) -> Page:
     """The time of a step by stage, measured and planned."""
-    split, waterfall = moment.ranks.account, moment.ranks.waterfall
+    split, waterfall = polled.ranks.account, polled.ranks.waterfall
     if split is None:
         return page("Step", [], ["the ranks have not recorded the stages of a step of this generation yet"])
     found = [
@@ -115,8 +115,8 @@ def step(moment: Moment) -> Page:
             rows.append(entry)
         found.append(b.bars("Measured and planned", rows))
         notes += [b.note(text) for text in waterfall.notes()]
-    if moment.ranks.why_no_prediction:
-        missing.append(f"no prediction: {moment.ranks.why_no_prediction}")
+    if polled.ranks.why_no_prediction:
+        missing.append(f"no prediction: {polled.ranks.why_no_prediction}")
     return page("Step", [*found, *notes], missing)
 
 
@@ -130,9 +130,9 @@ def _bar(label: str, seconds: float | None, whole: float) -> b.Block:
     }
 
 
-def curves(moment: Moment) -> Page:
+def curves(polled: PolledRun) -> Page:
     """Loss, throughput and step time over the whole run."""
-    history = moment.view.history
+    history = polled.view.history
     steps = np.array(history.steps, dtype=np.int64)
     found, missing = [], []
     if not len(steps):
@@ -180,9 +180,9 @@ def _binned(values: Any, starts: Any) -> tuple[list[float | None], list[float | 
     )  # type: ignore[return-value]
 
 
-def events(moment: Moment) -> Page:
+def events(polled: PolledRun) -> Page:
     """Failures with their evidence, then all events, newest first."""
-    view = moment.view
+    view = polled.view
     found: list[b.Block] = []
     if view.failure is not None:
         failure = view.failure
@@ -243,9 +243,9 @@ def _event(event: Event) -> dict[str, Any]:
     }
 
 
-def checkpoints(moment: Moment) -> Page:
+def checkpoints(polled: PolledRun) -> Page:
     """Complete checkpoints, and statistics of saves from the events."""
-    view = moment.view
+    view = polled.view
     kept = [
         [f"{c.step:,}", b.ago(c.time), b.at(c.time), c.where, "newest" if c == view.latest else ""]
         for c in reversed(view.checkpoints)
@@ -308,9 +308,9 @@ def _steps(value: float | None) -> str | None:
     return None if value is None else f"{value:,.0f}"
 
 
-def data(moment: Moment) -> Page:
+def data(polled: PolledRun) -> Page:
     """Samples seen, and the stores they came from."""
-    view = moment.view
+    view = polled.view
     missing: list[str] = []
     plan = read_document(view.folder.plan_json, missing)
     found = [
@@ -318,7 +318,7 @@ def data(moment: Moment) -> Page:
             "Samples",
             [
                 ("steps in the ledger", f"{view.ledger_steps:,}"),
-                ("every sample seen once", _verdict(moment)),
+                ("every sample seen once", _verdict(polled)),
                 ("tokens trained on", units.count(view.tokens) if view.tokens else None),
                 ("skipped steps", f"{len(view.skipped_steps):,}" if view.skipped_steps else "none"),
                 ("skipped samples", f"{view.skipped_samples:,}" if view.skipped_steps else None),
@@ -363,8 +363,8 @@ def data(moment: Moment) -> Page:
     return page("Data", found, missing)
 
 
-def _verdict(moment: Moment) -> Any:
-    view = moment.view
+def _verdict(polled: PolledRun) -> Any:
+    view = polled.view
     if view.ledger_gaps:
         return b.toned(f"no: {len(view.ledger_gaps):,} contradictions", "bad")
     if not view.ledger_steps:
@@ -372,9 +372,9 @@ def _verdict(moment: Moment) -> Any:
     return b.toned("yes", "good") if view.job.global_batch else "unknown: job.toml has no global batch"
 
 
-def plan(moment: Moment) -> Page:
+def plan(polled: PolledRun) -> Page:
     """Layout, model, and the job file with every key."""
-    view, missing, found = moment.view, list[str](), list[b.Block]()
+    view, missing, found = polled.view, list[str](), list[b.Block]()
     document = read_document(view.folder.plan_json, missing)
     if document is None:
         missing = missing or ["plan.json does not exist"]
@@ -427,15 +427,15 @@ def plan(moment: Moment) -> Page:
     return page("Plan", found, missing)
 
 
-PAGES: Mapping[str, Callable[[Moment], Page]] = {
+PAGES: Mapping[str, Callable[[PolledRun], Page]] = {
     "ranks": ranks,
     "step": step,
     "curves": curves,
     "events": events,
     "checkpoints": checkpoints,
     "data": data,
-    "checks": lambda moment: page(*reports.checks(moment.view.folder)),
-    "scaling": lambda moment: page(*reports.scaling(moment.view.folder)),
-    "drills": lambda moment: page(*reports.drills(moment.view.folder)),
+    "checks": lambda polled: page(*reports.checks(polled.view.folder)),
+    "scaling": lambda polled: page(*reports.scaling(polled.view.folder)),
+    "drills": lambda polled: page(*reports.drills(polled.view.folder)),
     "plan": plan,
 }

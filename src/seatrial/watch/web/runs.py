@@ -13,9 +13,9 @@ from typing import Any
 
 from seatrial.record.exposition import Labelled, exposition
 from seatrial.record.folder import RunFolder
-from seatrial.record.listing import look, run_folders
+from seatrial.record.listing import read_listed, run_folders
 from seatrial.record.run_series import run_values
-from seatrial.watch.web.moment import Moment
+from seatrial.watch.web.polled_run import PolledRun
 from seatrial.watch.web.watched import Watched
 
 _LIST_S = 3.0  # between two scans of all runs
@@ -58,13 +58,13 @@ class Runs:
         """All runs with state, step, loss and age, newest first."""
         with self._lock:
             if self._listed is None or time.monotonic() >= self._listed[0]:
-                began = time.monotonic()
-                rows = [asdict(look(folder.path, name)) for name, folder in self._folders().items()]
+                started_at = time.monotonic()
+                rows = [asdict(read_listed(folder.path, name)) for name, folder in self._folders().items()]
                 rows.sort(key=lambda row: (row["state"] != "running", -(row["time"] or 0.0), row["name"]))
                 one = next(iter(self._chosen)) if len(self._chosen) == 1 else None
                 document = {"runs": rows, "one": one, "folder": None if self._chosen else str(self._root)}
-                took = time.monotonic() - began
-                self._listed = (time.monotonic() + max(_LIST_S, 10 * took), document)
+                duration_s = time.monotonic() - started_at
+                self._listed = (time.monotonic() + max(_LIST_S, 10 * duration_s), document)
             return self._listed[1]
 
     def metrics(self) -> bytes:
@@ -92,15 +92,15 @@ class Runs:
             return {}
 
 
-def _series(moment: Moment, alone: bool) -> list[Labelled]:
+def _series(polled: PolledRun, alone: bool) -> list[Labelled]:
     """The series of one run. `alone`: with device series, which have no run label and so would mix if there were several."""
     now = time.time()
     fresh = [
         (node, sample)
-        for node, sample in moment.telemetry.items()
+        for node, sample in polled.telemetry.items()
         if alone and now - sample.time < _OLD * sample.every_s + _SLOW_S
     ]
-    values = run_values(moment.view, now)
+    values = run_values(polled.view, now)
     return [({}, values), *(({"node": str(node)}, sample.values) for node, sample in fresh)]
 
 

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 from seatrial.record.folder import RunFolder
 from seatrial.watch.web.feed import Feed, encode
-from seatrial.watch.web.moment import Moment, MomentReader
 from seatrial.watch.web.now import now
+from seatrial.watch.web.polled_run import PolledRun, PolledRunReader
 
 Result = TypeVar("Result")
 
@@ -50,12 +50,12 @@ class Watched:
     def __init__(self, name: str, folder: RunFolder, loop: asyncio.AbstractEventLoop) -> None:
         self.name, self.folder = name, folder
         self.feed = Feed(loop)
-        self._lock = threading.Lock()  # protects the reader and the latest moment
+        self._lock = threading.Lock()  # protects the reader and the latest poll
         self._wanted, self._ending = threading.Event(), threading.Event()
-        self._read = threading.Event()  # set once there is a moment
+        self._read = threading.Event()  # set once there is a poll
         self._asked = time.monotonic()
-        self._reader: MomentReader | None = None
-        self._moment: Moment | None = None
+        self._reader: PolledRunReader | None = None
+        self._polled: PolledRun | None = None
         self._bodies: dict[tuple[str, ...], tuple[float, Body]] = {}
         self._problem = ""
         self._thread = threading.Thread(target=self._follow, name=f"watch {name}", daemon=True)
@@ -78,7 +78,7 @@ class Watched:
         self.feed.end()
 
     def body(
-        self, key: tuple[str, ...], make: Callable[[Moment], Mapping[str, Any]], wait_s: float = 30.0
+        self, key: tuple[str, ...], make: Callable[[PolledRun], Mapping[str, Any]], wait_s: float = 30.0
     ) -> Body:
         """The page `key`, made at most once per second. Raises TimeoutError if the run cannot be read in time."""
         self.want()
@@ -86,36 +86,36 @@ class Watched:
             raise TimeoutError(f"{self.name} is still being read")
         with self._lock:
             until, body = self._bodies.get(key, (0.0, None))
-            began = time.monotonic()
-            if body is not None and began < until:
+            started_at = time.monotonic()
+            if body is not None and started_at < until:
                 return body
-            if self._moment is None:
+            if self._polled is None:
                 return body_of({"blocks": [], "missing": [self._problem]})
-            body = body_of(make(self._moment))
+            body = body_of(make(self._polled))
             if len(self._bodies) > 200:  # bounds the cache: metrics and logs have many keys
                 self._bodies.clear()
-            took = time.monotonic() - began
-            self._bodies[key] = (began + took + max(_PAGE_S, _PAGE_SHARE * took), body)
+            duration_s = time.monotonic() - started_at
+            self._bodies[key] = (started_at + duration_s + max(_PAGE_S, _PAGE_SHARE * duration_s), body)
             return body
 
-    def use(self, take: Callable[[Moment], Result], wait_s: float = 30.0) -> Result | None:
-        """`take` applied to the latest moment; None if the run could not be read. Raises as `body`."""
+    def use(self, take: Callable[[PolledRun], Result], wait_s: float = 30.0) -> Result | None:
+        """`take` applied to the latest poll; None if the run could not be read. Raises as `body`."""
         self.want()
         if not self._read.wait(wait_s):
             raise TimeoutError(f"{self.name} is still being read")
         with self._lock:
-            return None if self._moment is None else take(self._moment)
+            return None if self._polled is None else take(self._polled)
 
     def _follow(self) -> None:
         while not self._ending.is_set():
-            began, seen = time.monotonic(), self._events_bytes()
+            started_at, seen = time.monotonic(), self._events_bytes()
             if self.feed.readers:
-                self._asked = began
-            if began - self._asked > _IDLE_S:
+                self._asked = started_at
+            if started_at - self._asked > _IDLE_S:
                 self._wanted.clear()
                 if not self._wanted.wait(_FORGET_S):
                     with self._lock:
-                        self._reader = self._moment = None
+                        self._reader = self._polled = None
                         self._bodies.clear()
                     self._wanted.wait()
                 continue
@@ -126,9 +126,9 @@ class Watched:
                 self.feed.publish({"name": self.name, "broken": self._problem})
                 self._reader = None
                 self._read.set()
-            took = time.monotonic() - began
-            self._ending.wait((_SHARE - 1) * took)
-            self._rest(began + POLL_S, seen)
+            duration_s = time.monotonic() - started_at
+            self._ending.wait((_SHARE - 1) * duration_s)
+            self._rest(started_at + POLL_S, seen)
 
     def _rest(self, until: float, seen: int) -> None:
         """Wait until `until`, or until events.jsonl is larger than `seen` bytes."""
@@ -144,13 +144,13 @@ class Watched:
     def _poll(self) -> None:
         with self._lock:
             if self._reader is None:
-                self._reader = MomentReader(self.folder)
-                for moment in self._reader.first():
-                    self._moment = moment
-                    self.feed.publish(now(moment))
+                self._reader = PolledRunReader(self.folder)
+                for polled in self._reader.first():
+                    self._polled = polled
+                    self.feed.publish(now(polled))
                     self._read.set()
-            self._moment = self._reader.poll()
+            self._polled = self._reader.poll()
             self._problem = ""
-            document = now(self._moment)
+            document = now(self._polled)
         self.feed.publish(document)
         self._read.set()

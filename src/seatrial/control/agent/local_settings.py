@@ -12,18 +12,18 @@ from seatrial.job.schema import ClusterSection
 from seatrial.record.inputs import frozen, job_of
 
 
-def settled(spec: AgentSpec, environment: Mapping[str, str]) -> AgentSpec:
+def resolve_auto(spec: AgentSpec, environment: Mapping[str, str]) -> AgentSpec:
     """`spec` with the device, address and interface of this host in place of `AUTO`. Raises InputError."""
     if spec.address != AUTO:
         return spec
     cluster = job_of(spec.folder, frozen(spec.folder)).cluster
-    way = ssh_route(cluster, environment)
+    found = ssh_route(cluster, environment)
     return dataclasses.replace(
         spec,
         device=choose_device(cluster)[0],
-        address=way.address,
-        interface=way.interface,
-        route_reason=way.reason,
+        address=found.address,
+        interface=found.interface,
+        route_reason=found.reason,
     )
 
 

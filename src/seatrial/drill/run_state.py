@@ -21,7 +21,7 @@ class RankPlace:
     pid: int
 
 
-class Scene:
+class RunState:
     """Follows one run. `poll` reads new records; everything else answers from what was read."""
 
     def __init__(self, folder: RunFolder, steps: int) -> None:
@@ -61,10 +61,10 @@ class Scene:
         self.metrics += records
         happened, _ = decode_all(Event, self._events.poll_numbered(), file="events", noun=events.NOUN)
         for event in happened:
-            self._take(event)
+            self._on_event(event)
         self.events += happened
 
-    def _take(self, event: Event) -> None:
+    def _on_event(self, event: Event) -> None:
         pid = (event.data or {}).get("pid")
         if event.kind == "rank_started" and event.rank is not None and event.node is not None:
             self._started.append(event)

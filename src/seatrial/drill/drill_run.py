@@ -21,7 +21,7 @@ from seatrial.control.agent.spec import FORK_SERVER_MODULE, WORKER_MODULE
 from seatrial.data.manifest import MANIFEST
 from seatrial.drill import run as runs
 from seatrial.drill.injection import Injection, Planted, record_injection
-from seatrial.drill.scene import Scene, kernel_log
+from seatrial.drill.run_state import RunState, kernel_log
 from seatrial.launch.netns import Hosts
 from seatrial.record.folder import RunFolder
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _RUN = "SEATRIAL_DRILL_RUN"  # environment variable that every process of a run inherits
 _POLL_S = 0.05
-_TURNS = 32  # stop/continue cycles of a slowed rank between two polls of the run
+_CYCLES = 32  # stop/continue cycles of a slowed rank between two polls of the run
 _ENDING_S = 5.0  # for processes whose parents have exited to end too
 
 
@@ -42,7 +42,7 @@ class Overdue(Exception):
     """The run has neither ended nor reached the point that the scenario waits for."""
 
 
-class Stage:
+class DrillRun:
     """One run of a drill. `close` leaves no process of it running."""
 
     def __init__(
@@ -52,7 +52,7 @@ class Stage:
         *,
         limit_s: float,
         hosts: Hosts | None = None,
-        on_poll: Callable[[Scene], None] | None = None,
+        on_poll: Callable[[RunState], None] | None = None,
     ) -> None:
         """`root`: the drill's folder; the run folder is `root`/NAME of the job. `limit_s`: for the whole run.
 
@@ -61,14 +61,14 @@ class Stage:
         self.root = root
         self.job = job
         self.folder = RunFolder(root / job.name)
-        self.scene = Scene(self.folder, job.train.steps)
+        self.state = RunState(self.folder, job.train.steps)
         self.exits: list[int] = []
         self.injections: list[Injection] = []
         self.planted: list[Planted] = []
         self.left: list[str] = []
         self.log = root / f"{job.name}.log"
         self.seconds = 0.0  # from the first start to the last end
-        self.began = time.monotonic()
+        self.started_at = time.monotonic()
         self._injections = root / f"{job.name}.injections.jsonl"
         self._kernel = root / f"{job.name}.kernel"
         self._job_file = root / f"{job.name}.toml"
@@ -89,9 +89,9 @@ class Stage:
         self._kernel.mkdir(exist_ok=True)
         for node in range(self.job.cluster.nodes + self.job.cluster.spares):
             kernel_log(self._kernel, node).touch()
-        self.again()
+        self.rerun()
 
-    def again(self) -> None:
+    def rerun(self) -> None:
         """Run the same command, as a person would after the run has ended."""
         environment = {
             **os.environ,
@@ -125,7 +125,7 @@ class Stage:
         if code is None:
             return True
         self.exits.append(code)
-        self.seconds = time.monotonic() - self.began
+        self.seconds = time.monotonic() - self.started_at
         self._process = None
         return False
 
@@ -138,14 +138,14 @@ class Stage:
 
     def poll(self) -> None:
         """Read the run's new records, and check for faults that ranks injected into themselves."""
-        self.scene.poll()
+        self.state.poll()
         for fault in list(self.planted):
             fired = fault.fired()
             known = {(i.kind, i.time) for i in self.injections}
             if fired is not None and (fired.kind, fired.time) not in known:
-                self._note(replace(fired, node=self.scene.node_of(fault.rank, fired.time)))
+                self._note(replace(fired, node=self.state.node_of(fault.rank, fired.time)))
         if self._on_poll is not None:
-            self._on_poll(self.scene)
+            self._on_poll(self.state)
 
     def _pause(self) -> None:
         if time.monotonic() > self._deadline:
@@ -153,24 +153,24 @@ class Stage:
         time.sleep(_POLL_S)
         self.poll()
 
-    def wait_until(self, happened: Callable[[Scene], bool]) -> None:
+    def wait_until(self, happened: Callable[[RunState], bool]) -> None:
         """Wait until `happened` holds for the run's records. Raises RunEnded or Overdue."""
         self.poll()
-        while not happened(self.scene):
+        while not happened(self.state):
             if not self.running():
                 self.poll()
-                if happened(self.scene):
+                if happened(self.state):
                     return
                 raise RunEnded
             self._pause()
 
     def wait_step(self, step: int) -> None:
         """Wait until `step` has been recorded."""
-        self.wait_until(lambda scene: scene.furthest >= step)
+        self.wait_until(lambda state: state.furthest >= step)
 
     def wait_saved(self, checkpoints: int) -> None:
         """Wait until so many checkpoints are complete: storage may take many steps to write one beside training."""
-        self.wait_until(lambda scene: sum(e.kind == "checkpoint_saved" for e in scene.events) >= checkpoints)
+        self.wait_until(lambda state: sum(e.kind == "checkpoint_saved" for e in state.events) >= checkpoints)
 
     def wait_gone(self, within_s: float = _ENDING_S) -> None:
         """Wait until no process of the run is left; any left after `within_s` are recorded and killed."""
@@ -196,7 +196,7 @@ class Stage:
         self, kind: str, message: str, *, node: int | None = None, rank: int | None = None, **data: Any
     ) -> None:
         """Log that a fault is injected now."""
-        self._note(Injection(time.time(), kind, message, self.scene.step, node, rank, data or None))
+        self._note(Injection(time.time(), kind, message, self.state.step, node, rank, data or None))
 
     def _note(self, injection: Injection) -> None:
         self.injections.append(injection)
@@ -204,37 +204,37 @@ class Stage:
 
     def kill_rank(self, rank: int, *, before: str = "") -> None:
         """SIGKILL one rank. `before`: what was done already, for the log."""
-        place = self.scene.ranks[rank]
+        place = self.state.ranks[rank]
         message = f"{before}SIGKILL to rank {rank}"
         self.note("kill_rank", message, node=place.node, rank=rank, pid=place.pid)
         self._signal(place.pid, signal.SIGKILL)
 
     def freeze_rank(self, rank: int) -> None:
         """SIGSTOP one rank."""
-        place = self.scene.ranks[rank]
+        place = self.state.ranks[rank]
         self.note("freeze_rank", f"SIGSTOP to rank {rank}", node=place.node, rank=rank, pid=place.pid)
         self._signal(place.pid, signal.SIGSTOP)
 
     def kill_agent(self, node: int) -> None:
         """SIGKILL a node's agent alone; what happens to its ranks is up to the agent's provisions for its death."""
-        pid = self.scene.agents[node]
+        pid = self.state.agents[node]
         self.note("kill_agent", f"SIGKILL to the agent of node {node}", node=node, pid=pid)
         self._signal(pid, signal.SIGKILL)
 
     def pause_agent(self, node: int, seconds: float) -> None:
         """SIGSTOP a node's agent, and SIGCONT it after `seconds`."""
-        pid = self.scene.agents[node]
+        pid = self.state.agents[node]
         self.note("pause_agent", f"the agent of node {node} is stopped for {seconds:g} s", node=node, pid=pid)
         self._signal(pid, signal.SIGSTOP)
         end = time.monotonic() + seconds
         try:
-            self.wait_until(lambda scene: time.monotonic() >= end)
+            self.wait_until(lambda state: time.monotonic() >= end)
         finally:
             self._signal(pid, signal.SIGCONT)
 
     def signal_fork_server(self, node: int, signum: signal.Signals) -> None:
         """Send a signal to the fork server of a node."""
-        parents, agent = process.living(), self.scene.agents[node]
+        parents, agent = process.living(), self.state.agents[node]
         pid = next(
             p for p, parent in parents.items() if parent == agent and FORK_SERVER_MODULE in describe(p)
         )
@@ -264,7 +264,7 @@ class Stage:
 
     def kill_nodes(self, nodes: Sequence[int]) -> None:
         """SIGKILL all processes of some nodes at once, like a power failure."""
-        agents = {node: self.scene.agents[node] for node in nodes}
+        agents = {node: self.state.agents[node] for node in nodes}
         victims = {node: {pid, *process.descendants(pid)} for node, pid in agents.items()}
         for node in nodes:
             self.note("kill_node", f"SIGKILL to all processes of node {node}", node=node, pid=agents[node])
@@ -275,21 +275,21 @@ class Stage:
     @contextlib.contextmanager
     def slowed_rank(self, rank: int, *, stopped_s: float, going_s: float) -> Iterator[Callable[[], None]]:
         """Keep one rank stopped for a share of the time, unnoticed by it. Call the yielded function repeatedly."""
-        place = self.scene.ranks[rank]
+        place = self.state.ranks[rank]
         share = stopped_s / (stopped_s + going_s)
         message = f"rank {rank} gets {1 - share:.0%} of its time (SIGSTOP and SIGCONT in turns)"
         self.note("slow_rank", message, node=place.node, rank=rank, pid=place.pid)
 
-        def turn() -> None:
+        def cycle() -> None:
             """Run some cycles and leave the rank stopped, so that the time until the next call counts as stopped."""
-            for _ in range(_TURNS):
+            for _ in range(_CYCLES):
                 self._signal(place.pid, signal.SIGCONT)
                 time.sleep(going_s)
                 self._signal(place.pid, signal.SIGSTOP)
                 time.sleep(stopped_s)
 
         try:
-            yield turn
+            yield cycle
         finally:
             self._signal(place.pid, signal.SIGCONT)
 
@@ -340,7 +340,7 @@ class Stage:
 
     def alive(self, rank: int) -> bool:
         """Whether the process last known as `rank` is alive."""
-        place = self.scene.ranks.get(rank)
+        place = self.state.ranks.get(rank)
         return place is not None and place.pid in processes_of(self.token)
 
     def _signal(self, pid: int, signum: int) -> None:

@@ -1,4 +1,4 @@
-"""Which hosts are present: they reply to the conductor, and the other hosts reach them over the network.
+"""Which hosts are present: their agents reply to the conductor, and the other hosts reach them over the network.
 
 Called before every round, so that no host measures with an unreachable one: a rank would only wait for it.
 """
@@ -21,7 +21,7 @@ _FEWEST = 3  # of two hosts it is undecidable which one is cut off
 Facts = dict[str, Any]
 
 
-class RollCall:
+class PresenceCheck:
     """Presence checks. `silent`: hosts whose agents did not reply, and why; `cut_off`: times without connection."""
 
     def __init__(
@@ -32,7 +32,7 @@ class RollCall:
         self.cut_off: Counter[int] = Counter()
         self._absent: Counter[int] = Counter()  # times in a row
 
-    def call(self, *, network: bool = True) -> set[int]:
+    def absent(self, *, network: bool = True) -> set[int]:
         """The absent hosts, of all that were ever present. Without `network` only whether agents reply counts."""
         which = [n for n in self.hello if self._absent[n] < _TWICE]
         tries = partners(which) if network and len(which) >= _FEWEST else {n: [] for n in which}
@@ -49,8 +49,8 @@ class RollCall:
             reply = replies[n, 0]
             if not reply.alive:
                 self.silent[n] = reply.problem
-            elif (said := printed(reply)[0]) is not None:
-                reached += [(n, m) for m, yes in zip(tries[n], said["reached"], strict=True) if yes]
+            elif (answer := printed(reply)[0]) is not None:
+                reached += [(n, m) for m, yes in zip(tries[n], answer["reached"], strict=True) if yes]
         present = [n for n in which if replies[n, 0].alive]
         lost = cut_off(present, reached) if any(tries.values()) else set()
         self.cut_off.update(lost)
@@ -64,7 +64,7 @@ class RollCall:
         """Hosts that were absent too often to be called again."""
         return {n for n, times in self._absent.items() if times >= _TWICE}
 
-    def missed(self, silent: Mapping[int, str]) -> None:
+    def add_silent(self, silent: Mapping[int, str]) -> None:
         """Record hosts whose agents did not reply to another order."""
         self.silent |= silent
 

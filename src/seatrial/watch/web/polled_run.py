@@ -1,4 +1,4 @@
-"""The state of a run at one poll of its folder, from which all pages are made."""
+"""A run as read by one poll of its folder: what all pages are made from."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Ranks:
 
 
 @dataclass
-class Moment:
+class PolledRun:
     """A run at `now` (unix seconds)."""
 
     view: RunView
@@ -71,7 +71,7 @@ class Moment:
         return Recoveries(self.view.own_events).underway(self.now)
 
 
-class MomentReader:
+class PolledRunReader:
     """Follows one run; a poll reads only what was written since the last one."""
 
     def __init__(self, folder: RunFolder) -> None:
@@ -84,34 +84,34 @@ class MomentReader:
         self._ranks_at = -math.inf
         self._generation = -1
 
-    def first(self) -> Iterator[Moment]:
+    def first(self) -> Iterator[PolledRun]:
         """The first states, each with more data: reading a long run takes seconds."""
         view = self._reader.view()
-        yield Moment(view, time.time(), self._ranks)
+        yield PolledRun(view, time.time(), self._ranks)
         self._ranks, self._ranks_at = _read_ranks(view), time.monotonic()
-        yield Moment(view, time.time(), self._ranks)
+        yield PolledRun(view, time.time(), self._ranks)
 
-    def poll(self) -> Moment:
+    def poll(self) -> PolledRun:
         """The run now. Damage of the folder is not raised but listed in the view's problems."""
-        view, began = self._reader.view(), time.monotonic()
-        if began >= self._due or view.generation != self._generation:
+        view, started_at = self._reader.view(), time.monotonic()
+        if started_at >= self._due or view.generation != self._generation:
             self._generation = view.generation
-            if began - self._ranks_at > _SLOW_S / 2:
-                self._ranks, self._ranks_at = _read_ranks(view), began
+            if started_at - self._ranks_at > _SLOW_S / 2:
+                self._ranks, self._ranks_at = _read_ranks(view), started_at
             self._telemetry = read_latest(view.folder)
             self._goodput = self._where_time_went(view)
-            took = time.monotonic() - began
-            self._due = began + max(_SLOW_S, _SHARE * took)
-        return Moment(view, time.time(), self._ranks, self._telemetry, *self._goodput, complete=True)
+            duration_s = time.monotonic() - started_at
+            self._due = started_at + max(_SLOW_S, _SHARE * duration_s)
+        return PolledRun(view, time.time(), self._ranks, self._telemetry, *self._goodput, complete=True)
 
     def _where_time_went(self, view: RunView) -> tuple[Goodput | None, Goodput | None]:
         if not view.generation:
             return None, None
-        began = time.monotonic()
-        if began >= self._straggling_due:
+        started_at = time.monotonic()
+        if started_at >= self._straggling_due:
             self._straggling = straggling(view.folder, view.log)
-            took = time.monotonic() - began
-            self._straggling_due = began + max(_STRAGGLING_S, 10 * _SHARE * took)
+            duration_s = time.monotonic() - started_at
+            self._straggling_due = started_at + max(_STRAGGLING_S, 10 * _SHARE * duration_s)
         now = time.time()
         whole = goodput(view, now, straggling=self._straggling)
         since = midnight(now)

@@ -54,7 +54,7 @@ def attend(
     tick: Callable[[], None] | None,
     heartbeats: bool = False,
 ) -> Outcome:
-    """Start the agent of every spec and follow them all to the end. See `Gathering`.
+    """Start the agent of every spec and follow them all to the end. See `AttendedRun`.
 
     Raises InputError if a log folder cannot be made.
     """
@@ -67,7 +67,7 @@ def attend(
                 hint="choose a folder that you may write to",
             ) from e
     with _queued_signals() as signals:
-        gathering = Gathering(
+        attended_run = AttendedRun(
             folder,
             generation,
             start,
@@ -78,10 +78,10 @@ def attend(
         )
         try:
             for spec in specs:
-                gathering.start(spec.node)
-            return gathering.follow(signals)
+                attended_run.start(spec.node)
+            return attended_run.follow(signals)
         finally:
-            gathering.close()
+            attended_run.close()
 
 
 @contextlib.contextmanager
@@ -97,7 +97,7 @@ def _queued_signals() -> Iterator[SignalQueue | None]:
         queue.close()
 
 
-class Gathering:
+class AttendedRun:
     """Receives the agents' messages, forwards the stop command, and waits until every agent has ended."""
 
     def __init__(
@@ -120,7 +120,7 @@ class Gathering:
         self.agents: list[AgentHandle] = []
         self._start_agent = start
         self._returns = returns
-        self._tried: set[int] = set()  # nodes whose agent has ended at least once
+        self._ended_once: set[int] = set()  # nodes whose agent has ended at least once
         self._none_left_since: float | None = None  # since when no agent is alive, on the monotonic clock
         self._over = threading.Event()
         # A thread of its own, because this one blocks when the terminal accepts no output.
@@ -183,7 +183,7 @@ class Gathering:
     def _on_channel(self, agent: AgentHandle) -> None:
         try:
             for values in agent.channel.receive():
-                self._take(agent, msg.decode(values, msg.ToLauncher))
+                self._on_message(agent, msg.decode(values, msg.ToLauncher))
         except ValueError as error:
             complain(f"protocol error from the agent of node {agent.spec.node}: {error}")
             if not agent.ended:
@@ -191,19 +191,19 @@ class Gathering:
         if agent.channel.closed:
             self._sources.unwatch(agent.channel)
 
-    def _take(self, agent: AgentHandle, message: msg.ToLauncher) -> None:
-        agent.began = True
+    def _on_message(self, agent: AgentHandle, message: msg.ToLauncher) -> None:
+        agent.connected = True
         match message:
             case msg.AgentAlive():
                 agent.heard = time.monotonic()
             case msg.RunOver():
-                self._take_outcome(message)
+                self._on_outcome(message)
             case msg.Bye():
                 agent.bye = True
             case msg.AgentStarted():
                 pass  # the coordinator records it
 
-    def _take_outcome(self, outcome: msg.RunOver) -> None:
+    def _on_outcome(self, outcome: msg.RunOver) -> None:
         # A partitioned coordinator may not know yet that it has lost the lease.
         if outcome.term < lease.last_term(self.folder.leases):
             return
@@ -212,7 +212,7 @@ class Gathering:
         self._kill_after(_OUTCOME_GRACE_S)
 
     def _on_end(self, agent: AgentHandle) -> None:
-        agent.take_end()
+        agent.reap()
         self._sources.unwatch(agent.pidfd)
         if not agent.channel.closed:
             self._on_channel(agent)  # what it sent before it ended
@@ -221,8 +221,8 @@ class Gathering:
         if not agent.bye:
             agent.kill_rest()
         node = agent.spec.node
-        again = node in self._tried and not agent.began
-        self._tried.add(node)
+        again = node in self._ended_once and not agent.connected
+        self._ended_once.add(node)
         if again:  # still unreachable, as already reported
             self.agents.remove(agent)
         elif agent.died:
@@ -280,7 +280,7 @@ class Gathering:
         for agent in self.agents:
             if agent.heard is not None and now - agent.heard > SILENT_S and not agent.ended:
                 agent.popen.kill()
-        if any(not a.gone and (a.began or a.spec.node not in self._tried) for a in self.agents):
+        if any(not a.gone and (a.connected or a.spec.node not in self._ended_once) for a in self.agents):
             self._none_left_since = None
         elif self._start_at:
             self._none_left_since = self._none_left_since or now

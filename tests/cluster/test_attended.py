@@ -15,10 +15,10 @@ import pytest
 from seatrial.base import process
 from seatrial.control.agent.spec import AgentSpec
 from seatrial.control.net.lease import Lease, Leases
-from seatrial.launch import gather
+from seatrial.launch import attended
 from seatrial.launch.agents import AgentHandle, start_agent
+from seatrial.launch.attended import AttendedRun
 from seatrial.launch.base import Outcome
-from seatrial.launch.gather import Gathering
 from seatrial.record import messages as msg
 from seatrial.record.events import read_events
 from seatrial.record.failure import Failure
@@ -66,7 +66,7 @@ class Launch:
         self.started: list[int] = []
         self.signals = Signals()
         self.when: list[tuple[Callable[[], bool], Callable[[], object]]] = []
-        self.gathering = Gathering(
+        self.attended_run = AttendedRun(
             folder, 4, self._start, **({"preempt_grace_s": 30.0, "tick": self._tick} | options)
         )
 
@@ -93,18 +93,20 @@ class Launch:
 
     def once_ended(self, node: int, then: Callable[[], object]) -> None:
         """Call `then` when the first agent of `node` has ended."""
-        self.when.append((lambda: any(a.ended for a in self.gathering.agents if a.spec.node == node), then))
+        self.when.append(
+            (lambda: any(a.ended for a in self.attended_run.agents if a.spec.node == node), then)
+        )
 
     def say(self, node: int, message: dict[str, Any]) -> None:
-        self.gathering.agents[node].channel.send(message)
+        self.attended_run.agents[node].channel.send(message)
 
     def follow(self) -> Outcome:
         try:
             for node in self.scripts:
-                self.gathering.start(node)
-            return self.gathering.follow(self.signals)  # type: ignore[arg-type]
+                self.attended_run.start(node)
+            return self.attended_run.follow(self.signals)  # type: ignore[arg-type]
         finally:
-            self.gathering.close()
+            self.attended_run.close()
             self.signals.reader.close()
             self.signals.writer.close()
 
@@ -126,7 +128,7 @@ def test_the_outcome_is_what_the_coordinator_said(launch: Begin) -> None:
         assert launch([outcome(code), BYE], [outcome(code), BYE]).follow() == Outcome(code)
 
 
-def test_an_agent_that_dies_is_noted_and_the_others_go_on(launch: Begin, tmp_path: Path) -> None:
+def test_a_killed_agent_is_recorded_and_the_others_continue(launch: Begin, tmp_path: Path) -> None:
     run = launch([{"wait": "go"}, outcome(), BYE], [{"spawn": str(tmp_path / "pid")}, "die"])
     left: list[bool] = []
 
@@ -182,7 +184,7 @@ def test_the_failure_of_a_lost_node_says_how_its_agent_ended(launch: Begin) -> N
     assert (failure.hint, failure.tail) == ("max_restarts is 0", "an agent says hello")
 
 
-def test_a_ranks_failure_is_told_as_the_coordinator_tells_it(launch: Begin, tmp_path: Path) -> None:
+def test_a_rank_s_failure_is_reported_by_the_coordinator(launch: Begin, tmp_path: Path) -> None:
     log = tmp_path / "rank3.log"
     log.write_text("first\nlast\n")
     told = outcome(
@@ -195,19 +197,19 @@ def test_a_ranks_failure_is_told_as_the_coordinator_tells_it(launch: Begin, tmp_
     assert (failure.tail, failure.hint, failure.log) == ("first\nlast", "do otherwise", str(log))
 
 
-def test_an_outcome_of_a_term_that_is_over_is_not_believed(launch: Begin) -> None:
+def test_an_outcome_of_an_old_term_is_ignored(launch: Begin) -> None:
     run = launch([outcome(1, term=1, node=0), BYE], [{"wait": "go"}, outcome(0, term=2), BYE])
     run.folder.control.mkdir(exist_ok=True)
     Leases(run.folder.leases).claim(Lease(2, 1, "127.0.0.1", 1, 0.0), 3.0)
-    run.when.append((lambda: run.gathering.agents[0].gone, lambda: run.say(1, {"go": 1})))
+    run.when.append((lambda: run.attended_run.agents[0].gone, lambda: run.say(1, {"go": 1})))
     assert run.follow() == Outcome(0)
 
 
 def test_an_agent_that_does_not_end_is_killed(launch: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather, "_OUTCOME_GRACE_S", 0.1)
+    monkeypatch.setattr(attended, "_OUTCOME_GRACE_S", 0.1)
     run = launch([outcome(0), BYE], ["hang"])
     assert run.follow() == Outcome(0)
-    assert run.gathering.agents[1].killed
+    assert run.attended_run.agents[1].killed
     assert read_events(run.folder)[0] == [], "we killed it: it did not fail"
 
 
@@ -218,7 +220,7 @@ def test_what_a_signal_asks_for(launch: Begin, signum: int, why: str) -> None:
     """The second one, whichever it is, does not wait."""
     run = launch([{"repeat": "stop"}, {"repeat": "stop"}, outcome(75), BYE])
     heard: list[str] = []
-    take = run.gathering.agents
+    take = run.attended_run.agents
 
     def listen() -> None:
         channel = take[0].channel
@@ -242,13 +244,13 @@ def test_what_a_signal_asks_for(launch: Begin, signum: int, why: str) -> None:
 
 
 @pytest.mark.parametrize("said", [{"outcome": {"exit_code": 0}}, {"bye": 1}, {"hello": {}}])
-def test_an_agent_that_talks_nonsense_is_killed(
+def test_an_agent_with_a_protocol_error_is_killed(
     launch: Begin, capfd: pytest.CaptureFixture[str], said: dict[str, Any]
 ) -> None:
     run = launch([{"wait": "record"}, outcome(), BYE], [{"say": said}, "hang"])
     assert run.follow() == Outcome(0)
     assert "protocol error from the agent of node 1: " in capfd.readouterr().err
-    assert run.gathering.agents[1].status == -signal.SIGKILL
+    assert run.attended_run.agents[1].status == -signal.SIGKILL
 
 
 def test_agents_exiting_silently_after_a_signal_were_interrupted(launch: Begin) -> None:
@@ -278,15 +280,15 @@ def test_failed_agent_restart_is_retried_later(
         again={1: [[BYE]]},
         returns=lambda a: 0.0 if a.died else None,
     )
-    start, refusals = run.gathering._start_agent, [OSError("no more processes")]
+    start, refusals = run.attended_run._start_agent, [OSError("no more processes")]
 
     def start_agent(node: int) -> AgentHandle:
         if run.started.count(1) and refusals:
             raise refusals.pop()
         return start(node)
 
-    run.gathering._start_agent = start_agent
-    monkeypatch.setattr(gather, "_RETRY_S", 0.01)
+    run.attended_run._start_agent = start_agent
+    monkeypatch.setattr(attended, "_RETRY_S", 0.01)
     run.when.append((lambda: run.started.count(1) == 2, lambda: run.say(0, {"go": 1})))
     assert run.follow().exit_code == 0
     assert "could not start the agent of node 1 again: no more processes" in capfd.readouterr().err
@@ -298,15 +300,15 @@ def test_the_last_node_comes_back(launch: Begin) -> None:
     assert run.follow() == Outcome(0)
 
 
-def test_nobody_comes_back_once_there_is_an_outcome(launch: Begin) -> None:
+def test_no_agent_is_restarted_after_the_outcome(launch: Begin) -> None:
     run = launch([{"wait": "go"}, outcome(), BYE], ["die"], returns=lambda _: 60.0)
     run.once_ended(1, lambda: run.say(0, {"go": 1}))
     assert run.follow() == Outcome(0)
     assert run.started == [0, 1]
 
 
-def test_a_run_that_nobody_comes_back_to_ends(launch: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather, "_NONE_LEFT_S", 0.5)
+def test_a_run_whose_agents_keep_dying_ends(launch: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attended, "_NONE_LEFT_S", 0.5)
     run = launch(["die"], again={0: [[{"exit": 3}]] * 100}, returns=lambda _: 0.1)
     result = run.follow()
     assert result.failure is not None
