@@ -57,9 +57,7 @@ class Finish:
         each = failing.seconds / self.failures
         expected = seconds / self.wall_s * self.failures
         likely = 0.0
-        for n in range(
-            math.ceil(seconds / each)
-        ):  # the run is through in time if work and n failures fit into it
+        for n in range(math.ceil(seconds / each)):  # the work and n failures have to fit into `seconds`
             often = math.exp(n * math.log(expected) - expected - math.lgamma(n + 1))
             likely += often * NormalDist().cdf(math.log((seconds - n * each) / work) / spread)
         return likely

@@ -27,7 +27,7 @@ class BeyondMemory:
     over: float  # what it needs over what there is, minus 1
     ways: tuple[
         Suggestion, ...
-    ]  # the fastest change of a setting, more nodes, another GPU: those that make it fit
+    ]  # changes that make it fit: the fastest of a setting, more nodes, another GPU
 
 
 def beyond_memory(asker: Asker, found: Found) -> BeyondMemory | None:

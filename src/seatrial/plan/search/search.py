@@ -61,7 +61,7 @@ class Found:
     sure: tuple[Choice, ...] = ()  # as `choices`, of only the layouts that fit with margin
     outsized: tuple[
         Recipe, ...
-    ] = ()  # do not fit, but need at most `MOST_OVER` times the memory that there is
+    ] = ()  # they need more memory than there is, at most `MOST_OVER` times as much
 
     @property
     def own_costs(self) -> float | None:
