@@ -5,8 +5,8 @@
 The folder is that of bench/month.py, created in FOLDER (default: a temporary one) if it does not exist, and shown as running:
 this process holds its lock and adds a step per second while browsers watch. Printed are wall-clock time and CPU
 time of the measured process, which depends less on other load: limits apply to CPU time if the machine is
-overloaded, which the table notes. A cold server has just started listening. `--live`: turns of a small virtual
-cluster's run with a server and 50 streams at nice 19, running and stopped. The table is also appended to bench/LOG.md.
+overloaded, which the table notes. A cold server has just started listening. `--live`: turns of a small run of one
+rank with a server and 50 streams at nice 19, running and stopped. The table is also appended to bench/LOG.md.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ BROWSERS = 50
 LIMITS = {"once": 0.5, "first page": 1.0, "page": 2.0, "memory": 500e6, "ratio": 1.005}
 SMALL = [
     *("train.steps=100000", "train.sample_tokens=0", "checkpoint.every_steps=1000"),
-    *("cluster.nodes=2", "cluster.gpus_per_node=1", "parallel.tensor=1", "parallel.pipeline=1"),
-    *("train.global_batch=8", "optimizer.warmup_steps=5"),
+    # One rank: a core is free for the server and the browsers, as on a host with GPUs.
+    *("cluster.nodes=1", "cluster.gpus_per_node=1", "parallel.tensor=1", "parallel.pipeline=1"),
+    *("train.global_batch=4", "optimizer.warmup_steps=5"),
 ]
 _LOG = Path(__file__).with_name("LOG.md")
 _ASSETS = re.compile(r'(?:src|href)="/(static/[^"]+)"')
