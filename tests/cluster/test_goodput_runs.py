@@ -78,7 +78,7 @@ def test_random_faults_cost_what_was_observed(begin: Begin, seed: int) -> None:
         trial.until(lambda: seen.recovered_from(len(hits)))
     while trial.process.poll() is None:
         seen.look()
-        time.sleep(0.005)
+        time.sleep(0.01)
     seen.look()
     code, err = trial.end()
     assert code == 0, err
