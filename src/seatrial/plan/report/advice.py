@@ -117,17 +117,21 @@ class Asker:
     stack: str | Stack
     calibration: Calibration | None
 
+    def predict(
+        self, recipe: Recipe, *, cluster: Cluster | None = None, stack: str | None = None
+    ) -> Prediction:
+        """The prediction, whether it fits or not. Raises UnknownNetworkError, UnknownSpeedError."""
+        model, at = self.job.architecture, cluster or self.cluster
+        return predict(model, recipe, at, stack=stack or self.stack, calibration=self.calibration)
+
     def ask(
         self, recipe: Recipe, *, cluster: Cluster | None = None, stack: str | None = None
     ) -> Prediction | None:
         """The prediction; None if the rules refuse it, it does not fit, or a speed is not known."""
-        at = cluster or self.cluster
-        if allowed(self.job, at, recipe) is not None:
+        if allowed(self.job, cluster or self.cluster, recipe) is not None:
             return None
         try:
-            found = predict(
-                self.job.architecture, recipe, at, stack=stack or self.stack, calibration=self.calibration
-            )
+            found = self.predict(recipe, cluster=cluster, stack=stack)
         except (UnknownNetworkError, UnknownSpeedError):
             return None
         return found if found.fits else None
