@@ -12,7 +12,8 @@ from seatrial.job import Job
 from seatrial.job.layout import Layout
 from seatrial.plan.model.place import place_of
 from seatrial.plan.model.recipe import Recipe
-from seatrial.plan.report.advice import Asker, allowed
+from seatrial.plan.report.advice import Asker
+from seatrial.plan.search.legal import refusal
 from seatrial.scale.cause import Cause, Gain, idle_share
 from seatrial.scale.observed import Observed
 
@@ -28,7 +29,7 @@ def gains(cause: Cause, job: Job, observed: Observed, asker: Asker | None, why: 
     base = None if asker is None else asker.ask(own)
     found = []
     for name, recipe in _changes(cause, own):
-        if allowed(job, shape, recipe) is not None:
+        if refusal(job, shape, recipe) is not None:
             continue
         if asker is not None and base is not None:
             then = asker.ask(recipe)

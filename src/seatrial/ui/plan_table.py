@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from seatrial.base import units
 from seatrial.plan.cost.calibration import Z
 from seatrial.plan.cost.predict import Prediction
-from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.report.advice import (
     FURTHEST,
     Crossover,
@@ -171,7 +170,7 @@ def _faster(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
             figures.rate(way.prediction.tokens_per_s_per_gpu),
             figures.mfu(way.prediction.mfu),
             *(t.speed.by(way.prediction) for t in answer.targets),
-            _suggestion_text(way.what, way.recipe) + _doubt(way) + ("" if way.built else " *"),
+            f"{way.what}{f': {brief(way.recipe)}' * way.what.startswith('the best')}{_doubt(way)}{'' if way.built else ' *'}",
         ]
         for way in shown
     ]
@@ -187,10 +186,6 @@ def _faster(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
 
 def _doubt(way: Suggestion) -> str:
     return f" {TIGHT}" if way.prediction.verdict.word == "tight" else ""
-
-
-def _suggestion_text(what: str, recipe: Recipe) -> str:
-    return f"{what}: {brief(recipe)}" if what.startswith("the best") else what
 
 
 def _crossovers(answer: Answer, width: int) -> Iterator[Line]:

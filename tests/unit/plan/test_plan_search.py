@@ -20,6 +20,7 @@ from seatrial.plan.cost.predict import capacity, predict
 from seatrial.plan.model.cluster import Cluster
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.report.advice import short
+from seatrial.plan.search.legal import refusal
 from seatrial.plan.search.search import Found, legal, search
 
 pytestmark = pytest.mark.cluster  # slow
@@ -90,6 +91,14 @@ def test_zero_bubble_without_compilation() -> None:
     found = search(job("train.compile=false", "cluster.nodes=2"), replace(CLUSTER, nodes=2))
     assert "parallel.reshard_after_forward" in found.refused
     assert found.own is not None  # shard takes the ranks that are left
+    plain = job("train.compile=false")
+    own = Recipe.of(plain)
+    layout = replace(own.layout, schedule="zero-bubble", stages_per_rank=2)
+    split = replace(own, layout=layout, async_tensor=False)
+    assert refusal(plain, CLUSTER, split) is None
+    compiled = refusal(plain, CLUSTER, replace(split, compiled=True))
+    assert compiled is not None
+    assert "with compile = true gives wrong gradients" in compiled.message
 
 
 def test_what_fits_nowhere_says_how_much_is_missing() -> None:

@@ -12,8 +12,9 @@ from seatrial.base.errors import InputError
 from seatrial.hardware.networks import find_network
 from seatrial.job.schema import GpuSection
 from seatrial.plan.model.place import place_of
-from seatrial.plan.report.advice import Wanted, allowed, difference, excess, short, targets
+from seatrial.plan.report.advice import Wanted, difference, excess, short, targets
 from seatrial.plan.report.answer import ENOUGH, Answer, Wishes, answer, usual_nodes
+from seatrial.plan.search.legal import refusal
 from seatrial.plan.search.search import ALIKE
 from seatrial.ui.plan_table import target_words
 
@@ -120,7 +121,7 @@ def test_ways_are_faster_legal_and_fit() -> None:
         assert len({(w.recipe, w.prediction.step_s) for w in told.advice.ways}) == len(gains)
         for way in told.advice.ways:
             assert way.prediction.fits
-            assert allowed(told.job, cluster, way.recipe) is None
+            assert refusal(told.job, cluster, way.recipe) is None
             assert way.gain == pytest.approx(told.own.prediction.step_s / way.prediction.step_s - 1)
             assert way.gain > 0 or not told.own.fits
 

@@ -117,17 +117,21 @@ class Asker:
     stack: str | Stack
     calibration: Calibration | None
 
+    def predict(
+        self, recipe: Recipe, *, cluster: Cluster | None = None, stack: str | None = None
+    ) -> Prediction:
+        """The prediction, whether it fits or not. Raises UnknownNetworkError, UnknownSpeedError."""
+        model, at = self.job.architecture, cluster or self.cluster
+        return predict(model, recipe, at, stack=stack or self.stack, calibration=self.calibration)
+
     def ask(
         self, recipe: Recipe, *, cluster: Cluster | None = None, stack: str | None = None
     ) -> Prediction | None:
         """The prediction; None if the rules refuse it, it does not fit, or a speed is not known."""
-        at = cluster or self.cluster
-        if allowed(self.job, at, recipe) is not None:
+        if refusal(self.job, cluster or self.cluster, recipe) is not None:
             return None
         try:
-            found = predict(
-                self.job.architecture, recipe, at, stack=stack or self.stack, calibration=self.calibration
-            )
+            found = self.predict(recipe, cluster=cluster, stack=stack)
         except (UnknownNetworkError, UnknownSpeedError):
             return None
         return found if found.fits else None
@@ -185,15 +189,6 @@ def _likely(base: Prediction, best: Suggestion | None, seconds: float, end: Fini
         p = best.prediction
         values["likely_with"] = end.within(seconds, p.pace.spread, base.step_s / p.step_s)
     return values
-
-
-def allowed(job: Job, cluster: Cluster, recipe: Recipe) -> str | None:
-    """Why our trainer refuses a recipe of this job; None if it does not."""
-    found, layout = refusal(job, cluster, recipe), recipe.layout
-    split = layout.pipeline > 1 and schedule_named(layout.schedule).split_backward
-    if found is None and recipe.compiled and split:
-        return f"{layout.schedule} with compile = true gives wrong gradients"
-    return None if found is None else found.message
 
 
 def excess(p: Prediction, best: Prediction) -> Share | None:

@@ -9,7 +9,7 @@ from seatrial.hardware.catalogue import gpus
 from seatrial.hardware.networks import reference_node
 from seatrial.job.schedules import schedule_named
 from seatrial.plan.cost.overlap import able
-from seatrial.plan.cost.predict import Prediction, predict, stack_for
+from seatrial.plan.cost.predict import Prediction, stack_for
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.report.advice import Asker, Suggestion, single_changes
 from seatrial.plan.search.legal import refusal
@@ -19,15 +19,17 @@ from seatrial.plan.search.search import ALIKE, Found
 
 @dataclass(frozen=True)
 class BeyondMemory:
-    """A layout that does not fit. `gain`: of the speed, over the best layout that fits, also in `ways`."""
+    """A layout that does not fit, and what makes it fit. `gain`: of the speed, over the best layout that fits, also in `ways`."""
 
     recipe: Recipe
     prediction: Prediction
     gain: float
-    over: float  # what it needs over what there is, minus 1
-    ways: tuple[
-        Suggestion, ...
-    ]  # changes that make it fit: the fastest of a setting, more nodes, another GPU
+    ways: tuple[Suggestion, ...]  # the fastest change of a setting, twice the nodes, another GPU
+
+    @property
+    def over(self) -> float:
+        """What it needs over what there is, minus 1."""
+        return self.prediction.memory.reserved / self.prediction.room - 1
 
 
 def beyond_memory(asker: Asker, found: Found) -> BeyondMemory | None:
@@ -39,7 +41,7 @@ def beyond_memory(asker: Asker, found: Found) -> BeyondMemory | None:
         return None
     best = found.choices[0].prediction.step_s
     most = best / (1 + ALIKE)
-    faster: list[tuple[float, Recipe, Prediction]] = []
+    tried: list[tuple[Recipe, Prediction]] = []
     kernels: dict[tuple[object, ...], float] = {}
 
     def bound(recipe: Recipe) -> float:
@@ -47,7 +49,7 @@ def beyond_memory(asker: Asker, found: Found) -> BeyondMemory | None:
         r, at = recipe, recipe.layout
         key = (at.tensor, r.context, r.microbatch, r.recompute, r.accumulate, r.microbatches > 1)
         if key not in kernels:
-            parts = [_predicted(asker, r).parts for r in _ways(asker, recipe)]
+            parts = [asker.predict(r).parts for r in _ways(asker, recipe)]
             kernels[key] = min(p.products + p.attention + p.operators + p.recomputation for p in parts)
         fill = 0.0
         if not schedule_named(at.schedule).split_backward:
@@ -59,16 +61,14 @@ def beyond_memory(asker: Asker, found: Found) -> BeyondMemory | None:
             break
         for r in _ways(asker, recipe):
             if r is recipe or refusal(asker.job, asker.cluster, r) is None:
-                p = _predicted(asker, r)
-                if p.step_s < most:
-                    faster.append((p.memory.reserved, r, p))
-                    most = min(most, p.step_s * (1 + ALIKE))
-    if not faster:
+                p = asker.predict(r)
+                tried.append((r, p))
+                most = min(most, p.step_s * (1 + ALIKE))
+    near = [(r, p) for r, p in tried if p.step_s < most]
+    if not near:
         return None
-    needs, recipe, p = min(((n, r, p) for n, r, p in faster if p.step_s <= most), key=lambda f: f[0])
-    return BeyondMemory(
-        recipe, p, best / p.step_s - 1, needs / p.room - 1, tuple(_fitting(asker, recipe, best))
-    )
+    recipe, p = min(near, key=lambda n: n[1].memory.reserved)
+    return BeyondMemory(recipe, p, best / p.step_s - 1, tuple(_fitting(asker, recipe, best)))
 
 
 def _ways(asker: Asker, recipe: Recipe) -> Iterator[Recipe]:
@@ -76,11 +76,6 @@ def _ways(asker: Asker, recipe: Recipe) -> Iterator[Recipe]:
     yield recipe
     if able(recipe, stack_for(recipe, asker.stack)):
         yield replace(recipe, async_tensor=True)
-
-
-def _predicted(asker: Asker, recipe: Recipe) -> Prediction:
-    at = asker.cluster
-    return predict(asker.job.architecture, recipe, at, calibration=asker.calibration, stack=asker.stack)
 
 
 def _fitting(asker: Asker, recipe: Recipe, best: float) -> Iterator[Suggestion]:

@@ -19,8 +19,12 @@ def refusal(job: Job, cluster: Cluster, recipe: Recipe) -> RuleViolation | None:
     The sections are copied without validation: their values already have the right types.
     """
     parallel = ParallelSection.model_construct(context=recipe.context, expert=1, **recipe.parallel)
-    batches = {"microbatch": recipe.microbatch, "global_batch": recipe.global_batch}
-    train = job.train.model_copy(update={**batches, "accumulate": recipe.accumulate})
+    values = {
+        "microbatch": recipe.microbatch,
+        "global_batch": recipe.global_batch,
+        "compile": recipe.compiled,
+    }
+    train = job.train.model_copy(update={**values, "accumulate": recipe.accumulate})
     each = cluster.gpus_per_node
     at = {"nodes": cluster.nodes, "gpus_per_node": each, "nvlink_domain": cluster.domain or each}
     nodes = job.cluster.model_copy(update=at)

@@ -245,7 +245,7 @@ def _costs(first: Prediction, now: Prediction) -> str | None:
     if not grown:
         return None
     by, name = max(grown)
-    return f"{name} (+{_percent(by)} of the step)"
+    return f"{name} (+{by * 100:.0f} % of the step)"
 
 
 def _grows(recipe: Recipe, mode: Mode) -> str:
@@ -271,10 +271,6 @@ def _assumes(cluster: Cluster, mode: Mode) -> tuple[str, ...]:
     if mode == "weak":
         entries += ("a larger global batch may need other learning rates: tokens/s is not progress",)
     return entries
-
-
-def _percent(share: float) -> str:
-    return f"{share * 100:.0f} %"
 
 
 def _of(value: float | None) -> float:
