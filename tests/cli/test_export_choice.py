@@ -184,7 +184,7 @@ def test_a_copy_of_the_same_step_is_not_an_older_one(folder: RunFolder, tmp_path
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["a-run", "--step", "5", "--allow-older"], "--step and --allow-older exclude"),
+        (["a-run", "--step", "5", "--allow-older"], "--step and --allow-older are mutually exclusive"),
         (["a-run", "--step", "6"], "has no checkpoint of step 6"),
         (["runs/a-run/checkpoints/step-00000005", "--allow-older"], "is one checkpoint"),
     ],

@@ -13,7 +13,7 @@ from seatrial.data.parts import Part
 from seatrial.data.readers import MAX_PROBLEMS, foreign_problem, merged
 from seatrial.data.tokenise import PartResult, load_part
 from seatrial.data.workspace import Done, Reached, Workspace
-from seatrial.data.writer import Begun, StoreWriter
+from seatrial.data.writer import StoreWriter, WorkFolder
 
 # Called with (bytes read, bytes in total, what is being read).
 Progress = Callable[[int, int, str], None]
@@ -48,7 +48,7 @@ class Assembly:
         self._in_progress: dict[int, int] = {}
         self._finished = sum(p.size for p in parts[: done.reached.part])
         self._finished += sum(parts[number].size for number in done.results)
-        self.begun = Begun(space.folder, done.shards, self._shard_done, space.clear_up)
+        self.work_folder = WorkFolder(space.folder, done.shards, self._shard_done, space.clear_up)
 
     def run(self, team: Team, writer: StoreWriter) -> Reached:
         """Have `team` process the missing parts, append everything to `writer`; returns the final counts.

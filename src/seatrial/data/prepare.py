@@ -97,7 +97,7 @@ def prepare(
             n = _workers(workers, parts, found)
             with (
                 StoreWriter(
-                    out, tokenizer, shard_tokens=shard_tokens, replace=force, begun=assembly.begun
+                    out, tokenizer, shard_tokens=shard_tokens, replace=force, work_folder=assembly.work_folder
                 ) as writer,
                 InProcess(work) if n == 1 else Pool(work, n) as team,
             ):

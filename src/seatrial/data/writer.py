@@ -52,10 +52,10 @@ class StoreWriter:
         *,
         shard_tokens: int = DEFAULT_SHARD_TOKENS,
         replace: bool = False,
-        begun: Begun | None = None,
+        work_folder: WorkFolder | None = None,
         dtype: np.dtype[np.unsignedinteger] | None = None,
     ) -> None:
-        """With `begun` it continues in a folder that outlives this process and belongs to the caller.
+        """With `work_folder` it continues in a folder that outlives this process and belongs to the caller.
 
         `dtype` is that of stored tokens; from the tokenizer if missing.
         """
@@ -71,14 +71,14 @@ class StoreWriter:
         )
         self.dtype = token_type(tokenizer) if dtype is None else dtype
         self._shard_tokens = shard_tokens
-        self._begun = begun
-        self._shards: list[ShardFile] = [] if begun is None else list(begun.shards)
+        self._work_folder = work_folder
+        self._shards: list[ShardFile] = [] if work_folder is None else list(work_folder.shards)
         self._shard: _Shard | None = None
         own = folder.parent / f"{temporary_prefix(folder)}{os.getpid()}"
-        self._temporary = own if begun is None else begun.folder
+        self._temporary = own if work_folder is None else work_folder.folder
 
     def __enter__(self) -> StoreWriter:
-        if self._begun is not None:
+        if self._work_folder is not None:
             return self
         try:
             self.folder.parent.mkdir(parents=True, exist_ok=True)
@@ -97,7 +97,7 @@ class StoreWriter:
     ) -> None:
         if self._shard is not None:
             self._shard.abandon()
-        if self._begun is None:
+        if self._work_folder is None:
             shutil.rmtree(self._temporary, ignore_errors=True)
 
     @property
@@ -164,8 +164,8 @@ class StoreWriter:
             self._shard.close()
             self._shards.append(self._shard.describe())
             self._shard = None
-            if self._begun is not None:
-                self._begun.shard_done(self._shards)
+            if self._work_folder is not None:
+                self._work_folder.shard_done(self._shards)
 
     def finish(self, source: dict[str, Any]) -> TokenStore:
         """Write the manifest and move the store into place; ValueError if nothing was appended.
@@ -180,8 +180,8 @@ class StoreWriter:
         return TokenStore.open(self.folder)
 
     def _move_into_place(self, source: dict[str, Any]) -> None:
-        if self._begun is not None:
-            self._begun.clear_up()
+        if self._work_folder is not None:
+            self._work_folder.clear_up()
         manifest = Manifest(
             schema_version=1,
             tokenizer=self._tokenizer,
@@ -205,7 +205,7 @@ class StoreWriter:
 
 
 @dataclass(frozen=True)
-class Begun:
+class WorkFolder:
     """A folder that may contain shards of an earlier attempt, and that stays if this attempt does not finish."""
 
     folder: Path

@@ -88,9 +88,9 @@ def _begin_next(folder: RunFolder, last: Launch, handle: str | None) -> Launch:
         try:
             os.close(os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         except FileExistsError:
-            begun = _wait_for_next(folder, last)
-            if begun is not None:
-                return begun
+            next_launch = _wait_for_next(folder, last)
+            if next_launch is not None:
+                return next_launch
             number += 1
             continue
         return _write_next(folder, last, handle)

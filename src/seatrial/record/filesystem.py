@@ -64,9 +64,9 @@ def check_filesystem(path: Path, least_bytes: int) -> float:
 
 def _rename_s(file: Path) -> float:
     file.touch()
-    began = time.monotonic()
+    started_at = time.monotonic()
     file.rename(file.with_suffix(".new"))
-    return time.monotonic() - began
+    return time.monotonic() - started_at
 
 
 def _refuses(operation: Callable[[], object], *codes: int) -> bool:

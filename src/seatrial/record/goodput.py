@@ -182,14 +182,14 @@ class _Held:
         return sorted(self._present - self._busy)
 
     def _to(self, time: float) -> None:
-        took, self._at = time - self._at, max(time, self._at)
-        if not 0 < took < math.inf:
+        elapsed_s, self._at = time - self._at, max(time, self._at)
+        if not 0 < elapsed_s < math.inf:
             return
         for node in self._present - self._busy:
-            self.idle_s[node] = self.idle_s.get(node, 0.0) + took
+            self.idle_s[node] = self.idle_s.get(node, 0.0) + elapsed_s
         if self._busy:
-            self.trained_s += took
-            self.trained_node_s += took * len(self._busy)
+            self.trained_s += elapsed_s
+            self.trained_node_s += elapsed_s * len(self._busy)
 
     def _add_event(self, event: Event) -> None:
         slots, node = (event.data or {}).get("slots"), event.node

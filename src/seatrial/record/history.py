@@ -104,8 +104,8 @@ class Pace:
 
     def add(self, generation: int, step_time_s: float) -> None:
         """Add the next record of metrics.jsonl."""
-        began, self._generation = generation != self._generation, generation
-        if not began and math.isfinite(step_time_s):
+        new_generation, self._generation = generation != self._generation, generation
+        if not new_generation and math.isfinite(step_time_s):
             self._recent.append((generation, step_time_s))
 
     def add_columns(self, found: Columns) -> None:

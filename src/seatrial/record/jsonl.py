@@ -161,7 +161,7 @@ class Tail:
         self.path = path
         self.noun = noun
         self.problems: list[Problem] = []
-        self.begun = 0  # number of files opened so far: a replaced file is read from its beginning
+        self.opened = 0  # number of files opened so far: a replaced file is read from its beginning
         self._recent_bytes, self._always, self._unwanted = recent_bytes, always, unwanted
         self._recent = 0  # from this offset on every line is parsed
         self._offset = begin
@@ -234,7 +234,7 @@ class Tail:
                     if self._inode is not None or status.st_size < self._offset:
                         self._offset = 0
                     self._lines, self._inode = 0, status.st_ino
-                    self.begun += 1
+                    self.opened += 1
                     if self._recent_bytes is not None:
                         self._recent = max(0, status.st_size - self._recent_bytes)
                         if self._recent and self._always is None:

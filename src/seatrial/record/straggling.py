@@ -52,9 +52,9 @@ def straggling(folder: RunFolder, log: StepLog) -> Straggling | None:
         found = _group(folder, int(generation[last]), log.steps[last], count)
         if found is None:
             continue
-        took, ahead, ranks = found
-        shares.append(ahead / took)
-        seconds, excess = seconds + took, excess + ahead
+        total_s, ahead, ranks = found
+        shares.append(ahead / total_s)
+        seconds, excess = seconds + total_s, excess + ahead
         pace.update(ranks)
     if not shares:
         return None
@@ -78,7 +78,7 @@ def _group(
         return None
     tables = np.stack([each.seconds[np.searchsorted(each.steps, common)] for each in ranks], axis=1)
     splits = [split_step(table) for table in tables]
-    took = sum(split.step_s for split in splits)
-    if took <= 0:
+    total_s = sum(split.step_s for split in splits)
+    if total_s <= 0:
         return None
-    return took, sum(split.pace_ahead_s for split in splits), [split.pace_rank for split in splits]
+    return total_s, sum(split.pace_ahead_s for split in splits), [split.pace_rank for split in splits]

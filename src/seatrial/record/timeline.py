@@ -115,9 +115,9 @@ class _Steps:
         ahead = [after + 1 for g, after in resumed.items() if g > generation[-1]]
         redone = step >= np.minimum(later, min(ahead, default=np.iinfo(np.int64).max))
         by = np.full(n, -1)
-        thrown = np.flatnonzero(redone)
+        discarded = np.flatnonzero(redone)
         for at in np.flatnonzero(np.diff(step) <= 0) + 1:
-            mine = thrown[: np.searchsorted(thrown, at)]
+            mine = discarded[: np.searchsorted(discarded, at)]
             mine = mine[(step[mine] >= step[at]) & (by[mine] < 0)]
             by[mine] = at
         return cls(step, generation, end, seconds, validation, redone, by)
@@ -138,17 +138,17 @@ class _Sweep:
         self._blocks = [*itertools.pairwise(edges)]
         self._date_late_records()
         known = [e for e in events if math.isfinite(e.time)]
-        begun = [e.time for e in known if e.kind == "run_started"] or [e.time for e in known]
+        run_starts = [e.time for e in known if e.kind == "run_started"] or [e.time for e in known]
         starts = [float(steps.end[0] - steps.seconds[0])] if steps.step.size else []
-        self._empty = not starts and not begun
-        self.begin = self.at = min([*starts, *begun[:1]], default=0.0)
+        self._empty = not starts and not run_starts
+        self.begin = self.at = min([*starts, *run_starts[:1]], default=0.0)
         self.phase, self.training, self.owner = START, False, -1
         self._around = START  # the phase in which the wait for nodes began
         self._ended: Event | None = None
         self._seen = self.at  # time of the last record
         self._started: set[int] = set()  # generations
-        self._validates_s = 0.0  # after the last step of the last generation
-        self._thrown_by = -1  # that step, as in `_block`
+        self._validation_s = 0.0  # after the last step of the last generation
+        self._redone_by = -1  # that step, as in `_block`
         self._median: float | None = None  # seconds of a step
         self._slots = self._most_slots = 0
         self._elected = self._begun = False
@@ -165,9 +165,9 @@ class _Sweep:
     def _date_late_records(self) -> None:
         """A step that rank 0 did not live to record is recorded by the next generation: it ended before that began."""
         steps = self.steps
-        begun = {e.generation: e.time for e in self.events if e.kind == "generation_started"}
+        generation_starts = {e.generation: e.time for e in self.events if e.kind == "generation_started"}
         for first, end in self._blocks:
-            next_at = begun.get(int(steps.generation[first]) + 1, math.inf)
+            next_at = generation_starts.get(int(steps.generation[first]) + 1, math.inf)
             if end - first > 1 and steps.end[end - 1] > next_at:
                 before = steps.end[end - 2] + steps.validation[end - 2]
                 steps.end[end - 1] = min(next_at, before + steps.seconds[end - 1])
@@ -216,9 +216,9 @@ class _Sweep:
     def _validate(self, until: float) -> None:
         """The validation after the last step of a generation, of which `until` is known to be later."""
         if self.training:
-            took, self._validates_s = self._validates_s, 0.0
-            self.owner = self._thrown_by
-            self._to(min(until, self.at + took), VALIDATION if self._thrown_by == -1 else REDONE)
+            duration_s, self._validation_s = self._validation_s, 0.0
+            self.owner = self._redone_by
+            self._to(min(until, self.at + duration_s), VALIDATION if self._redone_by == -1 else REDONE)
             self.owner = -1
 
     # -- events
@@ -354,7 +354,7 @@ class _Sweep:
         gap = np.maximum(ends - before - seconds, 0.0)
         gap[0] = 0.0
         validated = np.minimum(gap, np.concatenate(([0.0], steps.validation[first : end - 1])))
-        thrown = np.concatenate(([False], steps.redone[first : end - 1]))
+        previous_redone = np.concatenate(([False], steps.redone[first : end - 1]))
         gap -= validated
         why, owner = self._gaps(first, end, before, ends, gap)
         gap[why < 0] = 0.0
@@ -365,19 +365,19 @@ class _Sweep:
             [before + validated, before + gap, ends - (1 - full) * (ends - before - gap), ends], axis=1
         )
         work = np.where(steps.redone[first:end], REDONE, PRODUCTIVE)
-        of_validation = np.where(thrown, REDONE, VALIDATION)
+        of_validation = np.where(previous_redone, REDONE, VALIDATION)
         causes = np.stack(
             [of_validation, np.maximum(why, 0), work, np.where(work == REDONE, REDONE, SHRUNK)], axis=1
         )
         # Until it is known what made them be done again: the step that did so, below -1.
         by = np.where(steps.redone[first:end], -3 - steps.by[first:end], -1)
-        owners = np.stack([np.where(thrown, np.roll(by, 1), -1), owner, by, by], axis=1)
+        owners = np.stack([np.where(previous_redone, np.roll(by, 1), -1), owner, by, by], axis=1)
         used = np.diff(table, axis=1, prepend=before[:, None]) > 0
         self._add(table[used], causes[used], owners[used])
         self.at = float(ends[-1])
-        self._validates_s, self._thrown_by = float(steps.validation[end - 1]), int(by[-1])
+        self._validation_s, self._redone_by = float(steps.validation[end - 1]), int(by[-1])
         self.training, self.owner, self._last_owner, self._begun = True, -1, -1, True
-        self._seen = max(self._seen, self.at + self._validates_s)  # a step is recorded after its validation
+        self._seen = max(self._seen, self.at + self._validation_s)  # a step is recorded after its validation
 
     def _gaps(
         self,

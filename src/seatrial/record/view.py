@@ -176,7 +176,7 @@ class RunReader:
             self._read_records(
                 self._ledger, LedgerRecord, self.ledger_summary.add, over, self._add_ledger_data
             )
-        if any(tail.begun > 1 for tail in (self._metrics, self._events, self._ledger)):
+        if any(tail.opened > 1 for tail in (self._metrics, self._events, self._ledger)):
             show, self.show = self.show, None
             self._begin()
             self.poll(over=over)

@@ -1,4 +1,4 @@
-"""The monitor's process beside the coordinator: what it says is recorded, and whatever becomes of it the run goes on."""
+"""The monitor's process beside the coordinator: its messages are recorded, and the run continues whatever happens to it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ALERT = {
 SAYS = f"echo '{encode({'alert': ALERT}).decode().strip()}'"
 
 
-class Beside:
+class Harness:
     """A monitor in the test's hands: a shell script instead of the module."""
 
     def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,99 +68,99 @@ class Beside:
 
 
 @pytest.fixture
-def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Beside]:
+def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Harness]:
     before = process.descendants(os.getpid())
-    found = Beside(tmp_path, monkeypatch)
+    found = Harness(tmp_path, monkeypatch)
     yield found
     found.monitor.close()
     found.pump.until(lambda: process.descendants(os.getpid()) == before)  # it dies a little later
     process.reap(lambda pid, status: None)
 
 
-def test_an_alert_is_recorded_and_read_back(beside: Beside) -> None:
-    beside.start(f"{SAYS}; sleep 60")
-    beside.pump.until(lambda: beside.events("alert"))
-    event = beside.events("alert")[0]
+def test_an_alert_is_recorded_and_read_back(harness: Harness) -> None:
+    harness.start(f"{SAYS}; sleep 60")
+    harness.pump.until(lambda: harness.events("alert"))
+    event = harness.events("alert")[0]
     assert (event.severity, event.node, event.message) == ("error", 3, ALERT["message"])
     alert = alert_of(event)
     assert alert is not None
     assert {k: v for k, v in vars(alert).items() if k != "time"} == {
         k: v for k, v in ALERT.items() if k != "time"
     }
-    assert open_alerts(beside.events("alert")) == [alert]
-    assert beside.asked == [(module.MODULE, str(beside.folder.path))]
+    assert open_alerts(harness.events("alert")) == [alert]
+    assert harness.asked == [(module.MODULE, str(harness.folder.path))]
 
 
-def test_it_starts_after_the_first_step(beside: Beside) -> None:
-    assert beside.monitor.deadline is None
-    beside.monitor.generation_started(100.0)
-    assert beside.monitor.deadline == 130.0
-    beside.monitor.stepped(110.0)
-    assert beside.monitor.deadline == 113.0
-    beside.monitor.stepped(112.0)
-    beside.monitor.generation_started(112.5)  # a recovery
-    assert beside.monitor.deadline == 113.0
-    beside.monitor.tick(112.9)
-    assert not beside.asked
+def test_it_starts_after_the_first_step(harness: Harness) -> None:
+    assert harness.monitor.deadline is None
+    harness.monitor.generation_started(100.0)
+    assert harness.monitor.deadline == 130.0
+    harness.monitor.stepped(110.0)
+    assert harness.monitor.deadline == 113.0
+    harness.monitor.stepped(112.0)
+    harness.monitor.generation_started(112.5)  # a recovery
+    assert harness.monitor.deadline == 113.0
+    harness.monitor.tick(112.9)
+    assert not harness.asked
 
 
-def test_it_has_the_lowest_priority(beside: Beside) -> None:
-    beside.start("nice > nice.txt; sleep 60")
+def test_it_has_the_lowest_priority(harness: Harness) -> None:
+    harness.start("nice > nice.txt; sleep 60")
     found = Path("nice.txt")
     try:
-        beside.pump.until(lambda: found.exists() and found.read_text())
+        harness.pump.until(lambda: found.exists() and found.read_text())
         assert found.read_text() == "19\n"
     finally:
         found.unlink()
 
 
-def test_its_deaths_are_warnings_and_end_it(beside: Beside, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_deaths_are_warnings_and_end_it(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_RESTARTS_S", (0.0, 0.0))
-    beside.start(f"{SAYS}; exit 7")
-    beside.pump.until(lambda: len(beside.events("monitor_failed")) == 3)
-    beside.pump.settle()
-    failed = beside.events("monitor_failed")
-    assert len(failed) == len(beside.events("alert")) == len(beside.asked) == 3
+    harness.start(f"{SAYS}; exit 7")
+    harness.pump.until(lambda: len(harness.events("monitor_failed")) == 3)
+    harness.pump.settle()
+    failed = harness.events("monitor_failed")
+    assert len(failed) == len(harness.events("alert")) == len(harness.asked) == 3
     assert all(e.severity == "warning" and e.data and e.data["status"] == 7 for e in failed)
     assert ["not started again" in e.message for e in failed] == [False, False, True]
-    beside.monitor.generation_started(0.0)  # the next generation
-    assert beside.monitor.deadline is None
+    harness.monitor.generation_started(0.0)  # the next generation
+    assert harness.monitor.deadline is None
 
 
 @pytest.mark.parametrize("said", ["nonsense", '{"alert": {"rule": "r"}}', '{"start": {}}'])
-def test_a_wrong_message_ends_it(beside: Beside, said: str) -> None:
-    beside.start(f"echo '{said}'; sleep 60")
-    beside.pump.until(lambda: beside.events("monitor_failed"))
-    assert not beside.events("alert")
+def test_a_wrong_message_ends_it(harness: Harness, said: str) -> None:
+    harness.start(f"echo '{said}'; sleep 60")
+    harness.pump.until(lambda: harness.events("monitor_failed"))
+    assert not harness.events("alert")
 
 
-def test_a_flood_ends_it(beside: Beside) -> None:
-    beside.start(f"for i in $(seq 1200); do {SAYS}; done; sleep 60")
-    beside.pump.until(lambda: beside.events("monitor_failed"))
-    assert len(beside.events("alert")) == 1000
+def test_a_flood_ends_it(harness: Harness) -> None:
+    harness.start(f"for i in $(seq 1200); do {SAYS}; done; sleep 60")
+    harness.pump.until(lambda: harness.events("monitor_failed"))
+    assert len(harness.events("alert")) == 1000
 
 
-def test_at_the_end_it_may_deliver(beside: Beside) -> None:
-    beside.start(f'read line; echo "$line" > {beside.folder.path}/line; {SAYS}; exit 0')
-    beside.monitor.end()
-    beside.monitor.close()
-    assert len(beside.events("alert")) == 1
-    assert '"end"' in (beside.folder.path / "line").read_text()
-    assert not beside.events("monitor_failed")
+def test_at_the_end_it_may_deliver(harness: Harness) -> None:
+    harness.start(f'read line; echo "$line" > {harness.folder.path}/line; {SAYS}; exit 0')
+    harness.monitor.end()
+    harness.monitor.close()
+    assert len(harness.events("alert")) == 1
+    assert '"end"' in (harness.folder.path / "line").read_text()
+    assert not harness.events("monitor_failed")
 
 
-def test_the_end_waits_for_nothing_that_hangs(beside: Beside, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_waits_for_nothing_that_hangs(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ENDS_S", 0.1)
-    beside.start("sleep 60")
-    beside.monitor.end()
+    harness.start("sleep 60")
+    harness.monitor.end()
     began = time.monotonic()
-    beside.monitor.close()
+    harness.monitor.close()
     assert time.monotonic() - began < 5
 
 
-def test_none_is_started_after_the_end(beside: Beside) -> None:
-    beside.monitor.generation_started(0.0)
-    beside.monitor.end()
-    assert beside.monitor.deadline is None
-    beside.monitor.generation_started(0.0)
-    assert beside.monitor.deadline is None
+def test_none_is_started_after_the_end(harness: Harness) -> None:
+    harness.monitor.generation_started(0.0)
+    harness.monitor.end()
+    assert harness.monitor.deadline is None
+    harness.monitor.generation_started(0.0)
+    assert harness.monitor.deadline is None

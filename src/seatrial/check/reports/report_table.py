@@ -224,7 +224,7 @@ def _measured(report: Report, width: int) -> Iterator[Line]:
     """Stages with their durations, and the measured rates."""
     if report.check_run is None:
         return
-    stages = [f"{stage} {took}" for stage, took in report.check_run.stages()]
+    stages = [f"{stage} {duration}" for stage, duration in report.check_run.stages()]
     rates = rate_lines(report.check_run.measured)
     if stages or rates:
         yield "", ""
