@@ -11,7 +11,9 @@ from collections import defaultdict
 from math import prod
 
 from seatrial.job.job import Job
+from seatrial.job.loss_rows import loss_rows
 from seatrial.job.parts import parts
+from seatrial.job.schedules import schedule_named
 
 Derived = dict[tuple[str, str, str], tuple[int, int]]  # (kind, dimension, dtype) -> calls, bytes
 
@@ -35,22 +37,28 @@ def derived(job: Job, rank: int, device: str) -> Derived:
             out[kind, dimension, of][1] += calls * n_bytes
 
     # Tensor parallel with sequence parallel: attention and MLP each gather before and scatter after; the backward pass
-    # does the opposite of each. Embedding and head have one of the two each.
+    # does the opposite of each. The embedding has one of the two.
     if n > 1:
         hidden = B * T * D * width
-        ends = first + last
-        gathers, scatters = 4 * layers + ends, 4 * layers + ends
+        gathers, scatters = 4 * layers, 4 * layers
         if train.activation_checkpointing == "full":
             gathers += 2 * layers
             scatters += layers  # the last scatter of a layer gives nothing that the backward pass wants
         # Asynchronous tensor parallel sends each of those of the layers in p parts.
         p = parts(B, T // n) if job.parallel.async_tensor else 1
         for kind, calls in (("all-gather", gathers), ("reduce-scatter", scatters)):
-            add(kind, "tensor", M * ends, hidden)
-            add(kind, "tensor", M * (calls - ends) * p, hidden // p)
-        if last:  # the loss over a split vocabulary: largest logit, then two sums
-            add("all-reduce", "tensor", M, B * T * 4, "float32")
-            add("all-reduce", "tensor", M, 2 * B * T * 4, "float32")
+            add(kind, "tensor", M * first, hidden)
+            add(kind, "tensor", M * calls * p, hidden // p)
+        # The loss over a split vocabulary, part by part: gathered positions, largest logit, two sums, scattered gradients.
+        # A pass for the weight's gradient alone scatters nothing.
+        passes = 2 if schedule_named(layout.schedule).split_backward and P > 1 else 1
+        each = max(1, loss_rows(arch.vocab_size // n) // n)
+        for begin in range(0, last * B * T // n, each):
+            rows = n * min(each, B * T // n - begin)
+            add("all-gather", "tensor", M * passes, rows * D * width)
+            add("all-reduce", "tensor", M * passes, rows * 4, "float32")
+            add("all-reduce", "tensor", M * passes, 2 * rows * 4, "float32")
+            add("reduce-scatter", "tensor", M, rows * D * width)
 
     # Sharded data parallel: each layer is a group, and the rest of each stage is one.
     groups = [_layer(job) for _ in range(layers)]

@@ -21,10 +21,11 @@ from typing import Any
 import parity_ranks
 import torch
 import torch.distributed as dist
-from parity_ranks import LENGTH, SEQUENCES
+from parity_ranks import LENGTH, LOGITS, SEQUENCES
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 
+from seatrial.job import loss_rows
 from seatrial.job.job import Job
 from seatrial.job.layout import Layout
 from seatrial.job.schema import (
@@ -163,6 +164,7 @@ def dry(case: dict[str, Any], out: Path) -> None:
 
 def main() -> int:
     torch.set_num_threads(1)
+    loss_rows.LOGITS = LOGITS
     os.environ["TORCH_FR_BUFFER_SIZE"] = "20000"
     out = Path(sys.argv[2])
     failed = []

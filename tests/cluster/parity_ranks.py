@@ -30,7 +30,7 @@ from tqdm import tqdm
 from seatrial.base.box import Box
 from seatrial.checkpoint.manifest import Manifest, Progress
 from seatrial.checkpoint.write import Piece
-from seatrial.job import parts
+from seatrial.job import loss_rows, parts
 from seatrial.job.architecture import Architecture
 from seatrial.job.layout import Layout
 from seatrial.job.schema import OptimizerSection
@@ -49,6 +49,7 @@ TIMEOUT = timedelta(seconds=60)
 STEPS = 20
 SEQUENCES, LENGTH, MICROBATCH = 16, 64, 2
 LR, CLIP = 3e-3, 1.0
+LOGITS = 2**13  # of a part of the loss: four parts a microbatch, two under tensor parallel
 
 ARCH = Architecture(
     family="qwen2",
@@ -302,6 +303,7 @@ def main(work: Work | None = None) -> int:
     """All cases, each rank doing `work`."""
     torch.set_num_threads(1)
     parts.ENOUGH = 1  # what is small here is cut into as many parts as what is large elsewhere
+    loss_rows.LOGITS = LOGITS
     cases = json.loads(Path(sys.argv[1]).read_text())
     if any(case.get("compile") for case in cases):
         _load_compiler()

@@ -11,8 +11,10 @@ import pytest
 import torch
 from dryrun_derived import derived, held
 from dryrun_ranks import job_of
+from parity_ranks import LOGITS
 
 from conftest import run_cases
+from seatrial.job import loss_rows
 
 pytestmark = pytest.mark.cluster
 
@@ -134,7 +136,8 @@ def test_collectives_are_exact(name: str, out: Path) -> None:
 
 
 @each_case
-def test_collectives_are_those_derived_by_hand(name: str, out: Path) -> None:
+def test_collectives_are_those_derived_by_hand(name: str, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_rows, "LOGITS", LOGITS)  # as in the ranks
     job = job_of(CASES[name])
     for rank, (_, dry) in enumerate(_both(out, name)):
         counted: Counter[tuple[str, str, str]] = Counter()

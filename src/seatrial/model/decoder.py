@@ -28,6 +28,8 @@ from seatrial.job.architecture import Architecture, RopeScaling
 
 Projections = Callable[..., Sequence[Tensor]]
 """(x [B, T, D], modules) -> the output of each of these linear modules, [B, T, its own width]."""
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(x [B, T, D], head's weight [V, D], targets [B, T]) -> a scalar."""
 
 
 def each(x_BTD: Tensor, *linears: nn.Module) -> Sequence[Tensor]:
@@ -196,16 +198,22 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """The output projection; a tied one owns no weight and is passed the embedding's."""
+    """The output projection, or with targets the loss; a tied one owns no weight and is passed the embedding's."""
 
     def __init__(self, arch: Architecture, *, tied_here: bool) -> None:
         super().__init__()
         self.weight = None if tied_here else nn.Parameter(torch.empty(arch.vocab_size, arch.hidden_size))
+        self.loss: Loss | None = None  # the trainer's
 
-    def forward(self, x_BTD: Tensor, tied_weight_VD: Tensor | None) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, tied_weight_VD: Tensor | None, target_BT: Tensor | None = None
+    ) -> Tensor:
         weight = self.weight if self.weight is not None else tied_weight_VD
         assert weight is not None
-        return F.linear(x_BTD, weight)
+        if target_BT is None:
+            return F.linear(x_BTD, weight)
+        assert self.loss is not None
+        return self.loss(x_BTD, weight, target_BT)
 
 
 class Trunk(nn.Module):
@@ -224,8 +232,8 @@ class Trunk(nn.Module):
 class Decoder(nn.Module):
     """The whole model, or the consecutive `layers` of it that one pipeline stage holds.
 
-    A first stage takes token ids [B, T], others hidden states [B, T, D]; a last stage returns logits [B, T, V],
-    others hidden states. Weights are uninitialised: `model.initialise` or a weight source fills them. Build it under
+    A first stage takes token ids [B, T], others hidden states [B, T, D]; a last stage returns logits [B, T, V] or, with
+    targets, the loss; others hidden states. Weights are uninitialised: `model.initialise` or a weight source fills them. Build it under
     `torch.device("meta")` to use no memory.
     """
 
@@ -251,8 +259,10 @@ class Decoder(nn.Module):
     def blocks(self) -> list[Block]:
         return list(self.model.layers.values())  # type: ignore[arg-type]
 
-    def forward(self, x: Tensor, document_BT: Tensor | None = None) -> Tensor:
-        """Token ids [B, T] or hidden states [B, T, D] -> hidden states or logits [B, T, V].
+    def forward(
+        self, x: Tensor, document_BT: Tensor | None = None, target_BT: Tensor | None = None
+    ) -> Tensor:
+        """Token ids [B, T] or hidden states [B, T, D] -> hidden states, or logits [B, T, V], or the loss of `target_BT`.
 
         With `document_BT`, the number of the document that each position of the whole sequence belongs to, attention
         stays inside documents. Positions do not restart in each: RoPE's scores depend on distances only
@@ -270,7 +280,7 @@ class Decoder(nn.Module):
             h_BTD = self.model.norm(h_BTD)
         if self.lm_head is None:
             return h_BTD
-        return self.lm_head(h_BTD, None if embedding is None else embedding.weight)
+        return self.lm_head(h_BTD, None if embedding is None else embedding.weight, target_BT)
 
 
 def stored_name(name: str, arch: Architecture) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from seatrial.job.architecture import Architecture
 from seatrial.job.schema import Accumulate
 from seatrial.model.decoder import Decoder, stored_name, whole_shapes
 from seatrial.model.source import WeightSource
-from seatrial.parallel.loss import token_loss, validation_loss
+from seatrial.parallel.loss import cross_entropy
 from seatrial.parallel.mesh import Mesh
 from seatrial.parallel.pipeline import Pipeline
 from seatrial.parallel.shard import apply_sharding, free_gathered, prepare_backward
@@ -106,7 +107,6 @@ class ParallelModel:
         ]
         self._tied = [s for s in self.shards if s.name == "model.embed_tokens.weight"]
         self._ends = mesh.ends if arch.tie_word_embeddings and self._tied else None
-        self._validates = False
 
     @torch.no_grad()
     def load(self, source: WeightSource) -> None:
@@ -147,43 +147,34 @@ class ParallelModel:
         The arguments are shaped as in `forward_backward`; the sum over all ranks is the sum over the global batch.
         Weights and gradients stay as they are. All ranks call it.
         """
-        self._validates = True
         try:
             if self._pipeline is not None:
-                loss = self._pipeline.forward(ids_BT, target_BT, document_BT).double()
+                loss = self._pipeline.forward(ids_BT, target_BT, document_BT)
             else:
                 n = self.settings.microbatches
                 documents = [None] * n if document_BT is None else document_BT.chunk(n)
                 loss = torch.zeros((), device=self.mesh.device, dtype=torch.float64)
                 for ids, target, document in zip(ids_BT.chunk(n), target_BT.chunk(n), documents, strict=True):
-                    loss += self._loss(self.stages[0](ids, document), target)
+                    loss += self.stages[0](ids, document, target)
         finally:
-            self._validates = False
             for stage in self.stages:
                 free_gathered(stage)
         return loss if self.mesh.at.tensor == 0 else torch.zeros_like(loss)
 
     def _accumulate(self, ids_BT: Tensor, target_BT: Tensor, document_BT: Tensor | None) -> Tensor:
         model, n = self.stages[0], self.settings.microbatches
-        total = torch.zeros((), device=self.mesh.device)
+        total = torch.zeros((), device=self.mesh.device, dtype=torch.float64)
         documents = [None] * n if document_BT is None else document_BT.chunk(n)
         for i, (ids, target, document) in enumerate(
             zip(ids_BT.chunk(n), target_BT.chunk(n), documents, strict=True)
         ):
             prepare_backward(model, last=i == n - 1, accumulate=self.settings.accumulate)
             with self.clock.during(FORWARD):
-                loss = self._loss(model(ids, document), target)
+                loss = model(ids, document, target)
             with self.clock.during(BACKWARD):
                 loss.backward()
-            total += loss.detach()
+            total += loss.detach()  # known only now, see `loss.cross_entropy`
         return total
-
-    def _loss(self, logits_BTV: Tensor, target_BT: Tensor) -> Tensor:
-        if self._validates:
-            return validation_loss(logits_BTV, target_BT, self.mesh.tensor, self.mesh.at.tensor)
-        with self.clock.during(FORWARD):  # a pipeline's schedule calls it after its last stage's pass
-            summed = token_loss(logits_BTV, target_BT, self.mesh.tensor, self.mesh.at.tensor)
-            return summed / self.settings.global_tokens
 
     @torch.no_grad()
     def _sum_partial_gradients(self) -> None:
@@ -206,7 +197,6 @@ class ParallelModel:
             input_shape_BT=(s.microbatch, s.sequence_length),
             hidden_shape_BTD=(s.microbatch, s.sequence_length // layout.tensor, self.arch.hidden_size),
             compute_dtype=s.compute_dtype,
-            loss=self._loss,
             accumulate=s.accumulate,
             clock=self.clock,
         )
@@ -254,6 +244,10 @@ def build_stage(
             layout.stage_layers(index, arch.num_hidden_layers),
             first=index == 0,
             last=index == layout.stages - 1,
+        )
+    if model.lm_head is not None:
+        model.lm_head.loss = partial(
+            cross_entropy, tokens=settings.global_tokens, group=mesh.tensor, rank=mesh.at.tensor
         )
     if mesh.tensor is not None:
         apply_tensor_parallel(

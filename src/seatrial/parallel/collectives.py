@@ -24,6 +24,17 @@ def wait(work: dist.Work) -> None:
     work.wait()
 
 
+def wanted(ctx: Any, index: int) -> bool:
+    """Whether the current backward pass needs the gradient of tensor argument `index`.
+
+    `needs_input_grad` states what any pass might need. torch cannot tell for a leaf, so a leaf's is always computed.
+    """
+    if not ctx.needs_input_grad[index]:
+        return False
+    node = ctx.next_functions[index][0]
+    return hasattr(node, "variable") or torch._C._will_engine_execute_node(node)
+
+
 def gather_positions(x_BtD: Tensor, group: ProcessGroup) -> Tensor:
     """Each rank's part of the positions [B, T/n, D] -> all of them [B, T, D]. No gradient."""
     n = group.size()

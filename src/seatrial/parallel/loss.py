@@ -1,72 +1,140 @@
-"""Cross-entropy of whole logits or of logits split over the vocabulary: summed for training, by token for validation."""
+"""The head's cross-entropy in parts: logits, softmax and gradients of some positions at a time, never of all.
+
+A part has `job.loss_rows` positions. Its logits are computed once, in the backward pass, and overwritten by their
+exponentials and by their gradient. So the loss is known once its gradient is; without gradients it is known at once.
+Weight gradients add up over the parts in the weight's type.
+
+    c  positions of a part      R  positions of this rank (B t)      V  this rank's columns of the vocabulary
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from seatrial.job.loss_rows import loss_rows
+from seatrial.parallel.collectives import all_gather_single, reduce_scatter_single, wanted
 
-class _SplitCrossEntropy(torch.autograd.Function):
-    """Sum of -log softmax(logits)[target], each rank holding V/n columns (Megatron-LM, arXiv:1909.08053, section 3)."""
-
-    @staticmethod
-    def forward(ctx: Any, logits_nv: Tensor, target_n: Tensor, first_id: int, group: ProcessGroup) -> Tensor:
-        exp_nv, local_n, inside_n, sums_2n = _split_sums(logits_nv, target_n, first_id, group)
-        ctx.save_for_backward(exp_nv.div_(sums_2n[0, :, None]), local_n, inside_n)
-        return (sums_2n[0].log() - sums_2n[1]).sum()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        softmax_nv, local_n, inside_n = ctx.saved_tensors
-        grad_nv = softmax_nv * grads[0]
-        grad_nv.scatter_add_(1, local_n[:, None], torch.where(inside_n, -grads[0], 0.0)[:, None])
-        return grad_nv, None, None, None
+NO_TARGET = -1  # a position that does not count
 
 
-def _split_sums(
-    logits_nv: Tensor, target_n: Tensor, first_id: int, group: ProcessGroup
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(exponentials, targets among this rank's columns, whether they are, [sum of exponentials, target's logit])."""
-    largest_n = logits_nv.amax(dim=-1)
-    # A NaN that MAX loses on gloo is still in this rank's exponentials, and so in the sum below.
-    dist.all_reduce(largest_n, op=dist.ReduceOp.MAX, group=group)
-    exp_nv = (logits_nv - largest_n[:, None]).exp_()
-    local_n = target_n - first_id
-    inside_n = (local_n >= 0) & (local_n < logits_nv.shape[-1])
-    local_n = torch.where(inside_n, local_n, 0)
-    picked_n = logits_nv.gather(1, local_n[:, None])[:, 0] - largest_n
-    sums_2n = torch.stack((exp_nv.sum(dim=-1), torch.where(inside_n, picked_n, 0.0)))
-    dist.all_reduce(sums_2n, group=group)
-    return exp_nv, local_n, inside_n, sums_2n
+def cross_entropy(
+    x_BtD: Tensor, weight_VD: Tensor, target_BT: Tensor, *, tokens: int, group: ProcessGroup | None, rank: int
+) -> Tensor:
+    """-log softmax(x weight^T)[target] in nats, fp64, summed over the targets that are not `NO_TARGET`.
 
-
-def token_loss(logits_BTV: Tensor, target_BT: Tensor, group: ProcessGroup | None, rank: int) -> Tensor:
-    """Sum over tokens of the cross-entropy in nats, fp32; the same value in every rank of the tensor group.
-
-    With a `group`, `logits_BTV` holds this rank's V/n columns.
+    With gradients the sum is divided by `tokens`, and is NaN until the backward pass has run. With a `group`, a rank
+    holds T/n positions and V/n rows of the weight (Megatron-LM, arXiv:1909.08053, section 3); all return the same value.
     """
-    logits_nv = logits_BTV.flatten(0, 1).float()
-    target_n = target_BT.flatten()
+    if torch.is_grad_enabled():
+        # Viewed, so that the weight has an autograd node of its own, see `wanted`.
+        args = (x_BtD, weight_VD.view_as(weight_VD), target_BT, tokens, group, rank)
+        return _CrossEntropy.apply(*args)
+    total = x_BtD.new_zeros((), dtype=torch.float64)
+    for _, rows_cD, target_c in _parts(x_BtD, target_BT, weight_VD.shape[0], group):
+        total += _Softmax(rows_cD, weight_VD, target_c, group, rank).loss
+    return total
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_BtD: Tensor,
+        weight_VD: Tensor,
+        target_BT: Tensor,
+        tokens: int,
+        group: ProcessGroup | None,
+        rank: int,
+    ) -> Tensor:
+        ctx.save_for_backward(x_BtD, weight_VD, target_BT)
+        ctx.tokens, ctx.group, ctx.rank = tokens, group, rank
+        loss = x_BtD.new_full((), math.nan, dtype=torch.float64)
+        ctx.loss = loss.detach()  # the same memory, which the backward pass fills
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        x_BtD, weight_VD, target_BT = ctx.saved_tensors
+        of_input, of_weight = wanted(ctx, 0), wanted(ctx, 1)
+        grad_RD = torch.empty_like(x_BtD).flatten(0, 1) if of_input else None
+        grad_VD = None
+        ctx.loss.zero_()
+        for own, rows_cD, target_c in _parts(x_BtD, target_BT, weight_VD.shape[0], ctx.group):
+            softmax = _Softmax(rows_cD, weight_VD, target_c, ctx.group, ctx.rank)
+            ctx.loss += softmax.loss / ctx.tokens
+            grad_cV = softmax.gradient(grads[0] / ctx.tokens).to(weight_VD.dtype)
+            if grad_RD is not None:
+                _sum_own(grad_cV @ weight_VD, grad_RD[own], ctx.group)
+            if grad_VD is not None:
+                grad_VD.addmm_(grad_cV.t(), rows_cD)
+            elif of_weight:
+                grad_VD = grad_cV.t() @ rows_cD
+            del softmax, grad_cV  # before the next part's are allocated
+        return None if grad_RD is None else grad_RD.view_as(x_BtD), grad_VD, None, None, None, None
+
+
+class _Softmax:
+    """Softmax of a part's logits and its loss, at least in fp32."""
+
+    def __init__(
+        self, rows_cD: Tensor, weight_VD: Tensor, target_c: Tensor, group: ProcessGroup | None, rank: int
+    ) -> None:
+        logits_cV = rows_cD @ weight_VD.t()
+        logits_cV = logits_cV.to(torch.promote_types(logits_cV.dtype, torch.float32))
+        columns = logits_cV.shape[1]
+        local_c = target_c - rank * columns
+        self._inside_c = (local_c >= 0) & (local_c < columns)
+        self._local_c = torch.where(self._inside_c, local_c, 0)
+        self._counts_c = target_c != NO_TARGET
+        largest_c = logits_cV.amax(dim=-1)
+        if group is not None:
+            # A NaN that MAX loses on gloo is still in this rank's exponentials, and so in the sum below.
+            dist.all_reduce(largest_c, op=dist.ReduceOp.MAX, group=group)
+        picked_c = logits_cV.gather(1, self._local_c[:, None])[:, 0] - largest_c
+        self._exp_cV = logits_cV.sub_(largest_c[:, None]).exp_()
+        sums_2c = torch.stack((self._exp_cV.sum(dim=-1), torch.where(self._inside_c, picked_c, 0.0)))
+        if group is not None:
+            dist.all_reduce(sums_2c, group=group)
+        self._sum_c = sums_2c[0]
+        self.loss = torch.where(self._counts_c, (sums_2c[0].log() - sums_2c[1]).double(), 0.0).sum()
+
+    def gradient(self, factor: Tensor) -> Tensor:
+        """`factor` times the loss's gradient by the logits; overwrites the exponentials."""
+        factor_c = torch.where(self._counts_c, factor.to(self._sum_c.dtype), 0.0)
+        grad_cV = self._exp_cV.mul_((factor_c / self._sum_c)[:, None])
+        return grad_cV.scatter_add_(
+            1, self._local_c[:, None], torch.where(self._inside_c, -factor_c, 0.0)[:, None]
+        )
+
+
+def _parts(
+    x_BtD: Tensor, target_BT: Tensor, columns: int, group: ProcessGroup | None
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """(this rank's positions of a part, all ranks' rows of it, their targets), part by part."""
+    n = 1 if group is None else group.size()
+    x_RD = x_BtD.flatten(0, 1)
+    B, t = x_BtD.shape[:2]
+    target_nR = target_BT.view(B, n, t).transpose(0, 1).reshape(n, B * t)
+    each = max(1, loss_rows(columns) // n)
+    for begin in range(0, B * t, each):
+        own = slice(begin, begin + each)
+        rows_cD = x_RD[own]
+        if group is not None:
+            rows_cD = x_RD.new_empty(n * rows_cD.shape[0], x_RD.shape[1])
+            all_gather_single(rows_cD, x_RD[own], group=group)
+        yield own, rows_cD, target_nR[:, own].flatten()
+
+
+def _sum_own(grad_cD: Tensor, own_D: Tensor, group: ProcessGroup | None) -> None:
+    """Write this rank's rows of a part's gradient, summed over the group, to `own_D`."""
     if group is None:
-        return F.cross_entropy(logits_nv, target_n, reduction="sum")
-    return _SplitCrossEntropy.apply(logits_nv, target_n, rank * logits_nv.shape[-1], group)
-
-
-NO_TARGET = -1  # a position that does not count in a validation
-
-
-def validation_loss(logits_BTV: Tensor, target_BT: Tensor, group: ProcessGroup | None, rank: int) -> Tensor:
-    """As `token_loss` over the targets that are not `NO_TARGET`, added up in fp64; without gradients."""
-    logits_nv = logits_BTV.flatten(0, 1).float()
-    target_n = target_BT.flatten()
-    if group is None:
-        loss_n = F.cross_entropy(logits_nv, target_n, reduction="none", ignore_index=NO_TARGET)
+        own_D.copy_(grad_cD)
     else:
-        _, _, _, sums_2n = _split_sums(logits_nv, target_n, rank * logits_nv.shape[-1], group)
-        loss_n = sums_2n[0].log() - sums_2n[1]
-    return torch.where(target_n == NO_TARGET, 0.0, loss_n.double()).sum()
+        reduce_scatter_single(own_D, grad_cD, group=group)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from seatrial.parallel.collectives import wanted
 from seatrial.parallel.overlap import (
     Cut,
     gather_products,
@@ -43,7 +44,7 @@ class Overlap:
             outs = gather_products_op(x_BtD, weights, biases, self.name)[1:]
         else:
             cut = Cut.of(x_BtD.shape[0], x_BtD.shape[1], self.ranks)
-            # Transposed, as the products use them: a view of a weight has its own autograd node, see `_wanted`.
+            # Transposed, as the products use them: a view of a weight has its own autograd node, see `wanted`.
             views = [weight.t() for weight in weights]
             outs = _GatherProducts.apply(x_BtD, *views, *biases, cut, self.group, len(views))
         shape = (x_BtD.shape[0], x_BtD.shape[1] * self.ranks, -1)
@@ -77,17 +78,6 @@ class ScatteringLinear(nn.Module):
         return _ProductScatter.apply(marker, rows_RO.detach(), view.detach(), cut, group)
 
 
-def _wanted(ctx: Any, index: int) -> bool:
-    """Whether the current backward pass needs the gradient of tensor argument `index`.
-
-    `needs_input_grad` states what any pass might need. torch cannot tell for a leaf, so a leaf's is always computed.
-    """
-    if not ctx.needs_input_grad[index]:
-        return False
-    node = ctx.next_functions[index][0]
-    return hasattr(node, "variable") or torch._C._will_engine_execute_node(node)
-
-
 class _GatherProducts(torch.autograd.Function):
     """`gather_products`. Arguments: x, each weight transposed [D, O], each bias; then non-tensors."""
 
@@ -103,14 +93,14 @@ class _GatherProducts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows_RD, *views = ctx.saved_tensors
-        of_weights = _wanted(ctx, 1)
+        of_weights = wanted(ctx, 1)
         of_input, of_each, of_biases = gather_products_backward(
             [grad.contiguous() for grad in grads],
             rows_RD,
             [view.t() for view in views],
             ctx.cut,
             ctx.group,
-            of_input=_wanted(ctx, 0),
+            of_input=wanted(ctx, 0),
             of_weights=of_weights,
             biased=ctx.biased,
         )
@@ -136,7 +126,7 @@ class _Keep(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         rows_RO, view_OD = ctx.saved_tensors
-        of_rows, of_weight = _wanted(ctx, 0), _wanted(ctx, 1)
+        of_rows, of_weight = wanted(ctx, 0), wanted(ctx, 1)
         grad_RO, gathered, ctx.gathered = None, ctx.gathered, None
         if of_rows or gathered is None:
             grad_RO, gathered = product_scatter_backward(grads[0], view_OD.t(), ctx.cut, ctx.group)

@@ -21,8 +21,6 @@ from seatrial.parallel.shard import prepare_backward
 from seatrial.parallel.stage_clock import StageClock
 from seatrial.record.stages import BACKWARD, FORWARD
 
-LossFunction = Callable[[Tensor, Tensor], Tensor]
-
 
 class _Stage(PipelineStage):
     """torch's, whose passes count as forward and backward; what the schedule does between them does not."""
@@ -32,13 +30,7 @@ class _Stage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self.clock.during(FORWARD):
-            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        if self.is_last and not self.has_backward:
-            self.fwd_cache[fwd_chunk_id] = (
-                (),
-                [],
-            )  # logits of all microbatches at once would need much memory
-        return output
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
@@ -80,7 +72,6 @@ class Pipeline:
         input_shape_BT: tuple[int, int],
         hidden_shape_BTD: tuple[int, int, int],
         compute_dtype: torch.dtype,
-        loss: LossFunction,
         accumulate: Accumulate,
         clock: StageClock,
     ) -> None:
@@ -91,17 +82,14 @@ class Pipeline:
             # Shapes are given, so that torch does not infer them by running the model once before the first step.
             hidden = torch.empty(hidden_shape_BTD, dtype=compute_dtype, device="meta", requires_grad=True)
             ids = torch.empty(input_shape_BT, dtype=torch.int64, device="meta")
-            vocabulary = model.arch.vocab_size // layout.tensor
-            logits = torch.empty(
-                (*input_shape_BT, vocabulary), dtype=compute_dtype, device="meta", requires_grad=True
-            )
+            loss = torch.empty((), dtype=torch.float64, device="meta", requires_grad=True)
             stage = _Stage(
                 model,
                 index,
                 layout.stages,
                 device,
                 input_args=ids if index == 0 else hidden,
-                output_args=logits if index == last else hidden,
+                output_args=loss if index == last else hidden,
                 group=group,
             )
             stage.clock, stage.accumulate = clock, accumulate
@@ -114,16 +102,19 @@ class Pipeline:
         single = issubclass(schedule, PipelineScheduleSingle)
         # scale_grads divides gradients by the number of microbatches; our loss is already a share of the global mean.
         self._schedule = schedule(
-            stages[0] if single else stages, n_microbatches=microbatches, loss_fn=loss, scale_grads=False
+            stages[0] if single else stages,
+            n_microbatches=microbatches,
+            loss_fn=lambda loss, _target: loss,  # the last stage has computed it
+            scale_grads=False,
         )
 
     def forward_backward(
         self, ids_BT: Tensor, target_BT: Tensor, document_BT: Tensor | None = None
     ) -> Tensor:
-        """Run one step's microbatches; returns this rank's sum of the losses (0 where it has no last stage).
+        """Run one step's microbatches; returns this rank's sum of the losses, fp64 (0 where it has no last stage).
 
-        Every rank of a pipeline has read the same batch, so documents are not sent from stage to stage: the schedule
-        passes each stage of this rank its microbatch of them along with the hidden states that it receives.
+        Every rank of a pipeline has read the same batch, so documents and targets are not sent from stage to stage: the
+        schedule passes each stage of this rank its microbatch of them along with the hidden states that it receives.
         """
         return self._run(self._schedule.step, ids_BT, target_BT, document_BT)
 
@@ -136,11 +127,11 @@ class Pipeline:
     ) -> Tensor:
         losses: list[Tensor] = []
         inputs = (ids_BT,) if self.holds_first else ()
-        beside = {} if document_BT is None else {"document_BT": document_BT}
+        beside = {"target_BT": target_BT} | ({} if document_BT is None else {"document_BT": document_BT})
         if self.holds_last:
             run(*inputs, target=target_BT, losses=losses, return_outputs=False, **beside)
         else:
             run(*inputs, return_outputs=False, **beside)
         if not losses:
-            return torch.zeros((), device=self._device)
+            return torch.zeros((), device=self._device, dtype=torch.float64)
         return torch.stack([loss.detach() for loss in losses]).sum()

@@ -86,6 +86,9 @@ def apply_tensor_parallel(
     def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (GatherPositions.apply(args[0], group), *args[1:])
 
+    def gather_for_logits(head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return gather(head, args) if args[2] is None else args  # the loss gathers by itself
+
     def scatter(_module: nn.Module, _args: tuple[Any, ...], out: Tensor) -> Tensor:
         return ScatterSumPositions.apply(out, group)
 
@@ -103,7 +106,7 @@ def apply_tensor_parallel(
     if trunk.embed_tokens is not None:
         trunk.embed_tokens = SplitEmbedding(trunk.embed_tokens.get_parameter("weight"), group, rank)
     if model.lm_head is not None:
-        model.lm_head.register_forward_pre_hook(gather)
+        model.lm_head.register_forward_pre_hook(gather_for_logits)
     model.sequence_length = sequence_length
 
 

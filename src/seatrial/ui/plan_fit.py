@@ -65,7 +65,7 @@ def _clusters(job: Job, fits: Sequence[Fit], width: int) -> Iterator[Line]:
         for row in (_cluster(f, f.gpu.name), *([] if f.safe is None else [_cluster(f.safe, "  with margin")]))
         if row
     ]
-    head = ["GPU", "GPUs", "nodes", "layout", "of memory", "tok/s/GPU"]
+    head = ["GPU", "GPUs", "nodes", "layout", "memory", "tok/s/GPU"]
     yield from _plain(head, rows, width)
     for f in fits:
         if f.recipe is None:

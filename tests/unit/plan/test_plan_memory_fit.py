@@ -141,8 +141,8 @@ def test_search_keeps_fastest_and_fastest_sure_fit_per_size_pair() -> None:
 
 @pytest.mark.cluster  # slow
 def test_a_tight_job_is_told_everywhere_and_is_no_failure() -> None:
-    """Llama-3 8B with microbatch 2 on 8 H100: 96 % of the memory, by prediction."""
-    job = load_job(preset("llama3-8b-h100"), (*SHARDED, "train.microbatch=2", "train.accumulate=whole"))
+    """Llama-3 8B with microbatch 8 on 8 H100: 96 % of the memory, by prediction."""
+    job = load_job(preset("llama3-8b-h100"), (*SHARDED, "train.microbatch=8", "train.accumulate=whole"))
     told = answer(job, place_of(job), Wishes())
     assert told.own.fits
     assert told.own.verdict is not None

@@ -99,9 +99,9 @@ def test_zero_bubble_keeps_gradients_until_the_weights_turn() -> None:
             schedule_named(r.layout.schedule).in_flight(4, 2, r.microbatches, rank) for r in (recipe, whole)
         ]
         assert owed[0] / held[0] > 1.05 * owed[1] / held[1]  # a stage and microbatch weighs more
-    first, last = (rank_memory(MODEL, recipe, OURS, r).activations for r in (0, 3))
-    assert last > 3 * 2 * 2048 * MODEL.vocab_size / 8  # three microbatches' gradients of logits, in bf16
-    assert first > 0
+    # In another trainer three microbatches' gradients of logits, in bf16; ours computes them again.
+    ours, theirs = (rank_memory(MODEL, recipe, s, 3).activations for s in (OURS, stacks()["torchtitan"]))
+    assert theirs - ours == pytest.approx(3 * 2 * 2048 * MODEL.vocab_size / 8, rel=0.2)
 
 
 def test_buckets_and_pipelines_of_full_sharding() -> None:

@@ -21,6 +21,7 @@ from functools import lru_cache
 
 from seatrial.job.architecture import Architecture
 from seatrial.job.layout import Layout
+from seatrial.job.loss_rows import loss_rows
 from seatrial.job.schedules import schedule_named
 from seatrial.plan.cost.overlap import OURS, reorders
 from seatrial.plan.cost.stacks import Stack
@@ -142,15 +143,23 @@ def rank_memory(model: Architecture, recipe: Recipe, stack: Stack, rank: int) ->
 def _loss(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> Memory:
     base = _base(model, recipe, stack, rank)
     layout = recipe.layout
-    values = recipe.tokens * model.vocab_size / layout.tensor
+    columns = model.vocab_size / layout.tensor
+    waiting = _waiting(model, recipe, stack, rank)
+    held = replace(base, gathered=_gathered(model, recipe, rank, layers=0), activations=waiting)
     each = stack.logits[0 if layout.tensor > 1 else 1]
-    if layout.pipeline > 1 and layout.tensor == 1 and stack.layer_states == "ours":
-        each += recipe.width  # torch's pipeline keeps the stage's output while its fp32 copy is in use
+    if stack.name not in OURS:
+        if layout.pipeline > 1 and layout.tensor == 1 and stack.layer_states == "ours":
+            each += recipe.width  # torch's pipeline keeps the stage's output while its fp32 copy is in use
+        return replace(held, logits=each * recipe.tokens * columns)
+    # One part (`parallel/loss.py`): its logits in fp32, beside them in 16 bits; its hidden states of all ranks; their gradient.
+    # And the gradients of this rank's hidden states and of the head's weight.
+    part = (each if recipe.width == 2 else each - 2) * columns
+    part += recipe.width * model.hidden_size * (2 if layout.tensor > 1 else 1)
     return replace(
-        base,
-        gathered=_gathered(model, recipe, rank, layers=0),
-        activations=_waiting(model, recipe, stack, rank),
-        logits=each * values,
+        held,
+        unsharded_gradients=held.unsharded_gradients + recipe.width * model.hidden_size * columns,
+        activations=waiting + _stage_input(model, recipe),
+        logits=part * min(recipe.tokens, loss_rows(int(columns))),
     )
 
 
@@ -173,9 +182,9 @@ def _backward(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> M
         if stack.name in OURS:
             # A layer whose gradients are on their way has freed its activations.
             transient = max(0.0, transient - (whole if recipe.recompute == "none" else 0.0))
-            if rank == recipe.layout.pipeline - 1:
-                # The head's waits for the root's reduction, the last one of a backward pass.
-                transient += recipe.width * model.embedding_parameters() / recipe.layout.tensor
+    if stack.name in OURS and recipe.sharding == "full" and rank == recipe.layout.pipeline - 1:
+        # The head's stays as computed until the root is reduced or added up, at the end of a backward pass.
+        transient += recipe.width * model.embedding_parameters() / recipe.layout.tensor
     return replace(
         base,
         gathered=_gathered(model, recipe, rank, layers=2),
@@ -308,7 +317,7 @@ def _waiting(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> fl
     if layout.pipeline > 1:
         at = (layout.pipeline, layout.stages_per_rank, recipe.microbatches, rank)
         held = schedule_named(layout.schedule).in_flight(*at)
-    return held * (sum(counts) / len(counts) * kept + kept_input) + _owed(model, recipe, rank)
+    return held * (sum(counts) / len(counts) * kept + kept_input) + _owed(model, recipe, stack, rank)
 
 
 def _stage_input(model: Architecture, recipe: Recipe) -> float:
@@ -317,10 +326,11 @@ def _stage_input(model: Architecture, recipe: Recipe) -> float:
     return recipe.width * own * model.hidden_size
 
 
-def _owed(model: Architecture, recipe: Recipe, rank: int) -> float:
+def _owed(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> float:
     """Output gradients of products and norms, kept until weight gradients are computed from them.
 
-    Of every deferred stage and of the current one; in addition those of the logits, whose weights are the largest.
+    Of every deferred stage and of the current one; in addition those of the logits, whose weights are the largest. Ours
+    computes these again.
     """
     layout, schedule = recipe.layout, schedule_named(recipe.layout.schedule)
     if layout.pipeline == 1 or not schedule.split_backward:
@@ -330,7 +340,8 @@ def _owed(model: Architecture, recipe: Recipe, rank: int) -> float:
     layer = width * recipe.tokens * (cut / n + 2 * D + 2 * D / n)
     counts = layout.rank_layers(rank, model.num_hidden_layers)
     waiting = schedule.deferred(layout.pipeline, layout.stages_per_rank, recipe.microbatches, rank)
-    logits = width * recipe.tokens * model.vocab_size / n if rank == layout.pipeline - 1 else 0.0
+    last = rank == layout.pipeline - 1 and stack.name not in OURS
+    logits = width * recipe.tokens * model.vocab_size / n if last else 0.0
     return (waiting + 1) * sum(counts) / len(counts) * layer + waiting * logits
 
 

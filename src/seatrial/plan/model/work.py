@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from seatrial.job.architecture import Architecture
+from seatrial.job.loss_rows import loss_rows
 from seatrial.job.schedules import schedule_named
 from seatrial.plan.cost.calibration import EVEN, Factors
 from seatrial.plan.cost.collectives import Fabric
 from seatrial.plan.cost.kernels import Kernels
-from seatrial.plan.cost.overlap import copied, cut, gathered, overlaps, scattered
+from seatrial.plan.cost.overlap import OURS, copied, cut, gathered, overlaps, scattered
 from seatrial.plan.cost.stacks import Stack
 from seatrial.plan.model.cluster import Group, group
 from seatrial.plan.model.recipe import Recipe
@@ -152,6 +154,9 @@ class _Maker:
         head_back = grow + self.kernels.product(t, h, v) + self.kernels.product(h, v, t)
         loss = self.kernels.move(stack.loss * t * v)
         gather = self._collective(1.0) if n > 1 else 0.0
+        head_passes = Pass(head, 0.0, loss / 3, gather), Pass(head_back, 0.0, 2 * loss / 3, gather)
+        if stack.name in OURS:
+            head_passes = self._in_parts(head, head_back, loss, gather)
         paced = self._paced
         passes = paced(f), paced(b), paced(again)
         if parts > 1:
@@ -160,10 +165,26 @@ class _Maker:
             forward=passes[0],
             backward=passes[1],
             again=passes[2],
-            head_forward=paced(Pass(head, 0.0, loss / 3, gather)),
-            head_backward=paced(Pass(head_back, 0.0, 2 * loss / 3, gather)),
+            head_forward=paced(head_passes[0]),
+            head_backward=paced(head_passes[1]),
             embedding=paced(Pass(operators=self.kernels.move(12.0 * t * h), tensor=2 * gather)),
         )
+
+    def _in_parts(self, product: float, back: float, loss: float, gather: float) -> tuple[Pass, Pass]:
+        """Passes of our head: all of it happens in the backward pass (`parallel/loss.py`).
+
+        The weight gradient is read and written once more for every part after the first. A schedule that splits the
+        backward pass computes the logits in both of its passes.
+        """
+        r = self.recipe
+        v = self.model.vocab_size // r.layout.tensor
+        grown = self.kernels.move(
+            2.0 * r.width * v * self.model.hidden_size * (math.ceil(r.tokens / loss_rows(v)) - 1)
+        )
+        whole = Pass(product + back, 0.0, loss + grown, 2 * gather)
+        if r.layout.pipeline > 1 and schedule_named(r.layout.schedule).split_backward:
+            whole += Pass(product, 0.0, loss, gather)
+        return Pass(), whole
 
     def _paced(self, p: Pass) -> Pass:
         q, kinds = self.pace, self.factors
