@@ -14,7 +14,7 @@ from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.report.advice import Asker, Suggestion, single_changes
 from seatrial.plan.search.legal import refusal
 from seatrial.plan.search.scaling import resized
-from seatrial.plan.search.search import ALIKE, Found
+from seatrial.plan.search.search import ALIKE, Found, least_step
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,15 @@ def beyond_memory(asker: Asker, found: Found) -> BeyondMemory | None:
         if bound(recipe) > most:
             break
         for r in _ways(asker, recipe):
-            if r is recipe or refusal(asker.job, asker.cluster, r) is None:
-                p = asker.predict(r)
-                tried.append((r, p))
-                most = min(most, p.step_s * (1 + ALIKE))
+            if r.async_tensor:
+                behaviour = stack_for(recipe, asker.stack)
+                if least_step(asker.job.architecture, recipe, behaviour, tried[-1][1]) > most:
+                    continue
+                if refusal(asker.job, asker.cluster, r) is not None:
+                    continue
+            p = asker.predict(r)
+            tried.append((r, p))
+            most = min(most, p.step_s * (1 + ALIKE))
     near = [(r, p) for r, p in tried if p.step_s < most]
     if not near:
         return None

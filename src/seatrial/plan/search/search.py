@@ -113,7 +113,7 @@ def search(
             found = predict(model, recipe, cluster, calibration=calibration, stack=stack)
             take(recipe, found)
             if able(recipe, behaviour := stack_for(recipe, stack)):
-                least_s = _least_step(model, recipe, behaviour, found)
+                least_s = least_step(model, recipe, behaviour, found)
                 waiting[pair(recipe)].append((least_s, recipe))
             if found.verdict.sure:
                 break  # the next way only saves memory
@@ -157,7 +157,7 @@ def own_recipe(job: Job, room: float | None, stack: str | Stack = "seatrial") ->
     return replace(recipe, async_tensor=overlaps(recipe, stack_for(recipe, stack)))
 
 
-def _least_step(model: Architecture, recipe: Recipe, stack: Stack, found: Prediction) -> float:
+def least_step(model: Architecture, recipe: Recipe, stack: Stack, found: Prediction) -> float:
     """Lower bound of the step time with asynchronous tensor parallel; `found` is the prediction without it.
 
     It reduces tensor-parallel communication and copies, and the bubble, which is made of the same passes. At six of a
