@@ -26,7 +26,7 @@ from seatrial.ui.table import print_table
 if TYPE_CHECKING:
     from seatrial.job import Job
     from seatrial.launch.allocation import Allocation
-    from seatrial.scale.conduct import Measurement, Progress, Terms
+    from seatrial.scale.conduct import Measurement, MeasurementOptions, Progress
     from seatrial.scale.judge import Gates
     from seatrial.scale.trial import Trial
 
@@ -115,15 +115,17 @@ def run(args: argparse.Namespace) -> int:
     from seatrial.scale.results import results_of
     from seatrial.scale.smaller import smaller_changes, with_changes
 
-    job, terms, gates, allocation = _read(args)
+    job, options, gates, allocation = _read(args)
     out = Out(plain=args.plain)
     smaller = () if args.model_scale is None else smaller_changes(job, args.model_scale)
     if smaller:
         job = with_changes(job, smaller)
-    measurement = Measurement(job, args.runs, terms, allocation, model_changes=smaller)
+    measurement = Measurement(job, args.runs, options, allocation, model_changes=smaller)
     measurement.prepare(fresh=args.fresh)
     try:
-        out.line(f"{terms.mode} scaling of {job.name} on {', '.join(map(str, terms.nodes))} nodes", "bold")
+        out.line(
+            f"{options.mode} scaling of {job.name} on {', '.join(map(str, options.nodes))} nodes", "bold"
+        )
         if allocation is not None:
             nodes = ", ".join(allocation.nodes)
             out.pair("allocation", f"{allocation.job} of Slurm, {len(allocation.nodes)} nodes: {nodes}")
@@ -148,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
         measurement.close()
 
 
-def _read(args: argparse.Namespace) -> tuple[Job, Terms, Gates, Allocation | None]:
+def _read(args: argparse.Namespace) -> tuple[Job, MeasurementOptions, Gates, Allocation | None]:
     """Parse the options and check the job. Raises InputError with the problems of both."""
     from seatrial.launch import launcher_for
     from seatrial.launch.allocation import allocation_for
@@ -156,7 +158,7 @@ def _read(args: argparse.Namespace) -> tuple[Job, Terms, Gates, Allocation | Non
     from seatrial.launch.slurm import SlurmLauncher
 
     problems: list[Diagnostic] = []
-    job, terms, gates, allocation = None, None, None, None
+    job, options, gates, allocation = None, None, None, None
 
     def check(job: Job) -> None:
         nonlocal allocation
@@ -175,18 +177,18 @@ def _read(args: argparse.Namespace) -> tuple[Job, Terms, Gates, Allocation | Non
     except InputError as error:
         problems += error.diagnostics
     try:
-        terms, gates = _options(args, job)
+        options, gates = _options(args, job)
     except InputError as error:
         problems += error.diagnostics
-    if job is None or terms is None or gates is None:
+    if job is None or options is None or gates is None:
         raise InputError(problems)
-    return job, terms, gates, allocation
+    return job, options, gates, allocation
 
 
-def _options(args: argparse.Namespace, job: Job | None) -> tuple[Terms, Gates]:
+def _options(args: argparse.Namespace, job: Job | None) -> tuple[MeasurementOptions, Gates]:
     """Parse the options. Raises InputError with all problems."""
     from seatrial.check.outputs.topology import read_topology
-    from seatrial.scale.conduct import DEFAULT_STEPS, LEAST_STEPS, Terms
+    from seatrial.scale.conduct import DEFAULT_STEPS, LEAST_STEPS, MeasurementOptions
     from seatrial.scale.judge import Gates
 
     problems: list[Diagnostic] = []
@@ -251,7 +253,7 @@ def _options(args: argparse.Namespace, job: Job | None) -> tuple[Terms, Gates]:
             problems += error.diagnostics
     if problems:
         raise InputError(problems)
-    terms = Terms(
+    options = MeasurementOptions(
         nodes=nodes,
         mode="strong" if args.strong else "weak",
         steps=steps,
@@ -264,7 +266,7 @@ def _options(args: argparse.Namespace, job: Job | None) -> tuple[Terms, Gates]:
     )
     asked = None if speedup is None else (int(speedup[1]), int(speedup[2]), float(speedup[3]))
     share = None if utilisation is None else utilisation / 100
-    return terms, Gates(None if doubling is None else doubling / 100, asked, share)
+    return options, Gates(None if doubling is None else doubling / 100, asked, share)
 
 
 def _nodes(text: str | None, job: Job | None) -> tuple[int, ...]:

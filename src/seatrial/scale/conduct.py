@@ -41,7 +41,7 @@ _SLACK = 1.1  # a run may take this many times as long as earlier ones of its si
 
 
 @dataclass(frozen=True)
-class Terms:
+class MeasurementOptions:
     """Parameters of a measurement."""
 
     nodes: tuple[int, ...]
@@ -72,7 +72,7 @@ class Measurement:
 
     job: Job
     runs: Path
-    terms: Terms
+    options: MeasurementOptions
     allocation: Allocation | None = None  # the Slurm allocation in which every run is a job step
     model_changes: tuple[Change, ...] = ()  # differences of `job` from the user's
     watch: Callable[[Progress], None] | None = None
@@ -89,16 +89,16 @@ class Measurement:
 
     def prepare(self, *, fresh: bool = False) -> None:
         """Validate the request, and open or create the folder; `close` releases it. Raises InputError, RunFailed."""
-        job, terms = self.job, self.terms
+        job, options = self.job, self.options
         stores = resolve_stores(job.data, data_cache(self.runs), Path.cwd())
         addresses = [store.address for store in stores]
-        self.sizes = sizes_of(job, terms.nodes, terms.mode, steps=terms.steps, stores=addresses)
+        self.sizes = sizes_of(job, options.nodes, options.mode, steps=options.steps, stores=addresses)
         self.sizes = [replace(size, changes=(*self.model_changes, *size.changes)) for size in self.sizes]
         largest = self.sizes[-1].job
         if self.allocation is None:
             launcher_for(largest).check(largest)
         self.site = site_of(job, largest.cluster.nodes, self.allocation)
-        if terms.groups and len(self.site.groups(self.sizes[0].nodes)) < 2:
+        if options.groups and len(self.site.groups(self.sizes[0].nodes)) < 2:
             raise InputError(
                 f"--groups compares groups of nodes, and {in_words(self.sizes[0].nodes)} fit only once into the "
                 f"{len(self.site.nodes)} that {job.cluster.launcher} has",
@@ -113,8 +113,8 @@ class Measurement:
             global_batch=largest.train.global_batch,
             tokenizer_spec=job.data.tokenizer,
         )
-        identity = identity_of(job, terms.mode, terms.steps, [store.digest for store in stores])
-        if terms.groups:  # parallel runs may be slower
+        identity = identity_of(job, options.mode, options.steps, [store.digest for store in stores])
+        if options.groups:  # parallel runs may be slower
             identity |= {"groups": True}
         self.state = open_state(self.runs, job, identity, fresh=fresh)
         self.resumed = len(self.state.trials)
@@ -148,7 +148,7 @@ class Measurement:
                 return
             for trial in self._run(size, groups, room_s):
                 self.state.add(trial)
-                if trial.problem and (self.terms.budget is None or self.state.spent < self.terms.budget):
+                if trial.problem and (self.options.budget is None or self.state.spent < self.options.budget):
                     self._failed(size, trial)
                 if self.finished is not None:
                     self.finished(trial)
@@ -156,12 +156,12 @@ class Measurement:
     def _failed(self, size: Size, trial: Trial) -> None:
         """Do not repeat a failed size or group; other groups continue."""
         self.failed_groups[tuple(trial.hosts)] = trial.problem
-        if not self.terms.groups or not self._groups(size):
+        if not self.options.groups or not self._groups(size):
             self.failed[size.nodes] = trial.problem
 
     def _groups(self, size: Size) -> list[tuple[str, ...]]:
         """The groups of nodes for the next parallel runs."""
-        if not self.terms.groups:
+        if not self.options.groups:
             return [self.site.nodes[: size.nodes]]
         return [group for group in self.site.groups(size.nodes) if group not in self.failed_groups]
 
@@ -175,7 +175,7 @@ class Measurement:
             size.job,
             {
                 "train.profile_ranks": (list(ranks), why),
-                "train.profile_first_step": (self.terms.steps - 2, "after the warm-up"),
+                "train.profile_first_step": (self.options.steps - 2, "after the warm-up"),
                 "train.profile_steps": (2, "limits the trace's size"),
             },
         )
@@ -192,7 +192,7 @@ class Measurement:
 
     def _room_s(self, gpus: int) -> float:
         """The time limit of a run, in seconds, by the budget."""
-        left = None if self.terms.budget is None else (self.terms.budget - self.state.spent) * 3600 / gpus
+        left = None if self.options.budget is None else (self.options.budget - self.state.spent) * 3600 / gpus
         return _LIMIT_S if left is None else left
 
     # -- results
@@ -203,7 +203,7 @@ class Measurement:
         for i, trial in enumerate(self.state.good(nodes)):
             if trial.figures is not None:
                 # Parallel runs are not independent: the median of the groups is one value.
-                values.setdefault(trial.repeat if self.terms.groups else i, []).append(
+                values.setdefault(trial.repeat if self.options.groups else i, []).append(
                     trial.figures.tokens_per_s
                 )
         return estimate([median(each) for each in values.values()]) if values else None
@@ -211,7 +211,7 @@ class Measurement:
     def repeats(self, nodes: int) -> int:
         """Number of valid repeats of this size."""
         good = self.state.good(nodes)
-        return len({trial.repeat for trial in good}) if self.terms.groups else len(good)
+        return len({trial.repeat for trial in good}) if self.options.groups else len(good)
 
     def efficiency(self, nodes: int, base: int) -> Estimate | None:
         """Tokens/s/GPU relative to `base` nodes; None if either has no valid run."""
@@ -232,7 +232,7 @@ class Measurement:
 
     def groups(self, nodes: int) -> list[Group]:
         """The comparison of node groups at this size; [] without --groups."""
-        return compare([t for t in self.state.trials if t.nodes == nodes]) if self.terms.groups else []
+        return compare([t for t in self.state.trials if t.nodes == nodes]) if self.options.groups else []
 
     # -- scheduling
 
@@ -243,17 +243,17 @@ class Measurement:
             return None
         counts = {size.nodes: self.repeats(size.nodes) for size in wanted}
         fewest = [size for size in wanted if counts[size.nodes] == min(counts.values())]
-        return random.Random(f"{self.terms.seed} {len(self.state.trials)}").choice(fewest)
+        return random.Random(f"{self.options.seed} {len(self.state.trials)}").choice(fewest)
 
     def _needs_more(self, size: Size) -> bool:
         count = self.repeats(size.nodes)
-        if size.nodes in self.failed or count >= self.terms.repeats:
+        if size.nodes in self.failed or count >= self.options.repeats:
             return False
-        if count < min(LEAST_REPEATS, self.terms.repeats):
+        if count < min(LEAST_REPEATS, self.options.repeats):
             return True
         pairs = [(n, b) for n, b in self.pairs() if size.nodes in (n, b) and not {n, b} & self.failed.keys()]
         found = [self.efficiency(n, b) for n, b in pairs] or [self.speed(size.nodes)]
-        return any(e is not None and (e.half or 0.0) > self.terms.precision for e in found)
+        return any(e is not None and (e.half or 0.0) > self.options.precision for e in found)
 
     def _expected_s(self, size: Size) -> float:
         """The longest run of this size so far, else of any size, in seconds; 0 before the first."""
@@ -271,7 +271,7 @@ class Measurement:
                 self.site.job_on(size.job, group),
                 group,
                 None if self.allocation is None else replace(self.allocation, nodes=group),
-                self.site.environment_on(size.job, group) if self.terms.groups else {},
+                self.site.environment_on(size.job, group) if self.options.groups else {},
             )
             for i, group in enumerate(groups)
         ]
@@ -283,18 +283,18 @@ class Measurement:
             for i, tail in enumerate(tails):
                 seen[i] += len(tail.poll_numbered())
             if self.watch is not None:
-                self.watch(Progress(size.nodes, shown, min(seen), self.terms.steps, self.state.spent))
+                self.watch(Progress(size.nodes, shown, min(seen), self.options.steps, self.state.spent))
 
-        began = time.time()
+        started_at = time.time()
         try:
             return run_trials(self.state.folder, starts, limit_s=limit_s, tick=tick)
         except KeyboardInterrupt:
             # The runs are discarded, but their GPU hours count.
-            seconds = time.time() - began
+            seconds = time.time() - started_at
             for start in starts:
                 self.state.add(
                     Trial(
-                        *(size.nodes, size.gpus, began, seconds, start.name, "interrupted"),
+                        *(size.nodes, size.gpus, started_at, seconds, start.name, "interrupted"),
                         hosts=list(start.nodes),
                         repeat=repeat,
                     )

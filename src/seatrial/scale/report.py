@@ -34,7 +34,7 @@ COLUMNS = (
 def document(results: Results) -> dict[str, Any]:
     """The report as JSON values."""
     measurement = results.measurement
-    terms = measurement.terms
+    options = measurement.options
     value = {
         "schema_version": SCHEMA_VERSION,
         "job": measurement.job.name,
@@ -48,13 +48,13 @@ def document(results: Results) -> dict[str, Any]:
             "python": platform.python_version(),
             "seatrial": __version__,
         },
-        "scaling": terms.mode,
-        "steps": terms.steps,
-        "precision": terms.precision,
-        "repeats": terms.repeats,
-        "seed": terms.seed,
+        "scaling": options.mode,
+        "steps": options.steps,
+        "precision": options.precision,
+        "repeats": options.repeats,
+        "seed": options.seed,
         "confidence": LEVEL,
-        "budget_gpu_hours": terms.budget,
+        "budget_gpu_hours": options.budget,
         "spent_gpu_hours": measurement.state.spent,
         "stopped": measurement.stopped or None,
         "traces": [str(path) for path in measurement.traces()],
@@ -279,12 +279,12 @@ def _notes(measurement: Measurement, results: Results) -> Iterator[tuple[str, st
     wide = [
         str(s.size.nodes)
         for s in results.sizes
-        if s.efficiency is not None and (s.efficiency.half or 0.0) > measurement.terms.precision
+        if s.efficiency is not None and (s.efficiency.half or 0.0) > measurement.options.precision
     ]
     if wide:
-        text = f"wider than ±{measurement.terms.precision * 100:g} % at {', '.join(wide)} nodes"
+        text = f"wider than ±{measurement.options.precision * 100:g} % at {', '.join(wide)} nodes"
         yield "intervals", f"{text}: use more --repeats, --steps or --budget"
-    if not measurement.terms.groups:
+    if not measurement.options.groups:
         for size in results.sizes:
             used = {", ".join(t.hosts) for t in measurement.state.good(size.size.nodes) if t.hosts}
             if len(used) > 1:
@@ -294,6 +294,6 @@ def _notes(measurement: Measurement, results: Results) -> Iterator[tuple[str, st
                 )
     if measurement.stopped:
         yield "stopped", measurement.stopped
-    budget = measurement.terms.budget
+    budget = measurement.options.budget
     of = "" if budget is None else f" of {budget:g}"
     yield "spent", f"{measurement.state.spent:.3g}{of} GPU hours in {len(measurement.state.trials)} runs"

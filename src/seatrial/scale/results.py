@@ -129,12 +129,12 @@ def results_of(measurement: Measurement, gates: Gates, *, price: float | None = 
     }
     if gates.utilisation is not None:
         judged += judge_utilisation(gates.utilisation, {s.size.nodes: s.tensor_active for s in sizes})
-    if measurement.terms.groups:
+    if measurement.options.groups:
         for size in measurement.sizes:
             judged += groups.judge(size.nodes, measurement.groups(size.nodes))
     batches = {size.nodes: size.job.train.global_batch for size in measurement.sizes}
     job = measurement.job
-    compared = judge_losses(measurement.terms.mode, job.train.precision, batches, losses)
+    compared = judge_losses(measurement.options.mode, job.train.precision, batches, losses)
     meets, passed = None, []
     if gates.doubling is not None:
         passed = [n for n, j in zip(doublings, judged, strict=False) if j.verdict == "PASS"]
@@ -181,7 +181,7 @@ def _measured(
         problem=problem,
         waterfall=None if mine is None else _waterfall(size, mine, figures, point),
         steps=mine,
-        causes=() if mine is None or below is None else causes(below, mine, measurement.terms.topology),
+        causes=() if mine is None or below is None else causes(below, mine, measurement.options.topology),
     )
 
 
@@ -226,7 +226,7 @@ def _predicted(measurement: Measurement) -> tuple[dict[int, Point], Asker | None
         job,
         Recipe.of(job),
         place.cluster,
-        mode=measurement.terms.mode,
+        mode=measurement.options.mode,
         nodes=[size.nodes for size in measurement.sizes],
         calibration=calibration,
     )

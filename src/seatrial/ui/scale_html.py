@@ -25,8 +25,8 @@ LEGEND = (
 
 def page(results: Results) -> str:
     """The HTML page."""
-    job, terms = results.measurement.job, results.measurement.terms
-    where = f"{terms.mode} scaling, {terms.steps} steps per run, {time.strftime('%Y-%m-%d %H:%M')}; in the job {job.layout}"
+    job, options = results.measurement.job, results.measurement.options
+    where = f"{options.mode} scaling, {options.steps} steps per run, {time.strftime('%Y-%m-%d %H:%M')}; in the job {job.layout}"
     split_columns, splits = split_rows(results)
     part_columns, parts = waterfall_rows(results)
     return render(

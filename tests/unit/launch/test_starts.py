@@ -270,7 +270,7 @@ def test_detached_fresh_start_is_recognised_as_a_new_launch(
     preempted(folder, 1, exit_code=0)
     monkeypatch.setattr(process, "python", lambda *words, **more: [sys.executable, str(script)])
     assert main(["train", "first-voyage.toml", "--fresh", "--detach"]) == 0
-    told = re.search(r"process (\d+) runs it", capsys.readouterr().out)
+    told = re.search(r"process (\d+) runs the job", capsys.readouterr().out)
     (tmp_path / "fifo").write_text("end")
     assert told is not None
     assert os.waitpid(int(told[1]), 0)[1] == 0

@@ -25,7 +25,7 @@ from seatrial.record.stages import (
     StageWriter,
 )
 from seatrial.scale.cause import Cause, lines
-from seatrial.scale.conduct import Measurement, Terms
+from seatrial.scale.conduct import Measurement, MeasurementOptions
 from seatrial.scale.gain import gains
 from seatrial.scale.heat import MOST_ROWS, heat
 from seatrial.scale.judge import Gates
@@ -75,7 +75,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
         "data.tokenizer=x.json",
     )
     given = job_from_text(text, name="job.toml", base_folder=folder, overrides=more)
-    made = Measurement(given, folder, Terms((1, 2), "strong", steps=STEPS))
+    made = Measurement(given, folder, MeasurementOptions((1, 2), "strong", steps=STEPS))
     made.sizes = sizes_of(given, (1, 2), "strong", steps=STEPS, stores=[STORE])
     made.state = State(folder, {}, [run_of(folder, size, 1.2 / size.nodes) for size in made.sizes])
     return results_of(made, Gates())
