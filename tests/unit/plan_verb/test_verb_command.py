@@ -87,7 +87,10 @@ def test_how_likely_the_end_is_in_time_is_told_if_asked(capsys: Captured) -> Non
     assert "likely" not in capsys.readouterr().out
     assert main(["plan", SMALL, "--own", "--target", "2d", "--target=60 h", "--target", "0.1h"]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert re.search(r"the end within 2 d: [67]\d % likely, needs 7,\d{3} tokens/s/GPU ", out)
+    assert re.search(
+        r"the end within 2 d: [67]\d % likely, needs 7,\d{3} tokens/s/GPU; 8\d % with microbatch 2, tight ",
+        out,
+    )
     assert "the end within 2.5 d: more than 99 % likely, needs " in out
     assert "the end within 0.1 h: less than 1 % likely, needs " in out
     assert out.count("(steps as in their interval, failures at the assumed rate)") == 3

@@ -138,7 +138,7 @@ def test_what_only_memory_refuses_is_told_once() -> None:
     beyond = voyage().beyond
     assert beyond is not None
     assert beyond.ways
-    assert "microbatch 2 (no faster than the best, tight)" in too_large(beyond)
+    assert "microbatch 2 (no faster than the best)" in too_large(beyond)
     assert " ".join(text_of(voyage()).split()).count(f"too large {too_large(beyond)} ") == 1
     assert escape(f"Too large: {too_large(beyond)}.") in page(voyage())
     told = document(voyage())["search"]["beyond_memory"]
