@@ -48,7 +48,8 @@ def test_it_is_the_one_that_predicting_all_of_them_finds(name: str) -> None:
     best = found.choices[0].prediction.step_s
     ways = [*found.outsized]
     ways += [replace(r, async_tensor=True) for r in found.outsized if able(r, stack_for(r))]
-    tried = [(r, predicted(asker, r)) for r in ways if refusal(asker.job, asker.cluster, r) is None]
+    legal = [(r, predicted(asker, r)) for r in ways if refusal(asker.job, asker.cluster, r) is None]
+    tried = [(r, p) for r, p in legal if p.memory.reserved <= MOST_OVER * p.room]
     fastest = min(p.step_s for _, p in tried)
     near = [(p.memory.reserved, r) for r, p in tried if p.step_s <= fastest * (1 + ALIKE)]
     assert beyond.recipe == min(near, key=lambda n: n[0])[1]
@@ -56,7 +57,6 @@ def test_it_is_the_one_that_predicting_all_of_them_finds(name: str) -> None:
     assert beyond.gain == pytest.approx(best / beyond.prediction.step_s - 1)
     assert beyond.over == pytest.approx(beyond.prediction.memory.reserved / capacity(asker.cluster) - 1)
     assert not beyond.prediction.fits
-    assert all(p.memory.reserved <= 1.05 * MOST_OVER * p.room for _, p in tried)  # async needs a little more
 
 
 def test_each_change_makes_it_fit_and_is_the_fastest_of_its_kind() -> None:

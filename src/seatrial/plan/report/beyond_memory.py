@@ -14,7 +14,7 @@ from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.report.advice import Asker, Suggestion, single_changes
 from seatrial.plan.search.legal import refusal
 from seatrial.plan.search.scaling import resized
-from seatrial.plan.search.search import ALIKE, Found, least_step
+from seatrial.plan.search.search import ALIKE, MOST_OVER, Found, least_step
 
 
 @dataclass(frozen=True)
@@ -59,16 +59,16 @@ def beyond_memory(asker: Asker, found: Found) -> BeyondMemory | None:
     for recipe in sorted(found.outsized, key=bound):
         if bound(recipe) > most:
             break
-        for r in _ways(asker, recipe):
-            if r.async_tensor:
-                behaviour = stack_for(recipe, asker.stack)
-                if least_step(asker.job.architecture, recipe, behaviour, tried[-1][1]) > most:
-                    continue
-                if refusal(asker.job, asker.cluster, r) is not None:
-                    continue
-            p = asker.predict(r)
-            tried.append((r, p))
-            most = min(most, p.step_s * (1 + ALIKE))
+        plain, model, stack = asker.predict(recipe), asker.job.architecture, stack_for(recipe, asker.stack)
+        here = [(recipe, plain)]
+        for other in (r for r in _ways(asker, recipe) if r is not recipe):
+            may = least_step(model, recipe, stack, plain) <= most
+            if may and refusal(asker.job, asker.cluster, other) is None:
+                here.append((other, asker.predict(other)))
+        for r, p in here:
+            if p.memory.reserved <= MOST_OVER * p.room:
+                tried.append((r, p))
+                most = min(most, p.step_s * (1 + ALIKE))
     near = [(r, p) for r, p in tried if p.step_s < most]
     if not near:
         return None
