@@ -27,7 +27,7 @@ from seatrial.train.loop import Loop
 from seatrial.train.optimizer import build_optimizer
 from seatrial.train.records import into_file
 
-STEPS = 14
+STEPS = 18
 # All of a step's waiting for collectives is compared with another step's: that differs by more than a stage's own work.
 DELAY_S = {"data": 0.25, "forward": 0.25, "backward": 0.25, "collective": 1.0}
 SLOW_RANK = 1

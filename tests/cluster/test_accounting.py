@@ -12,10 +12,13 @@ from accounting_ranks import DELAY_S, SLOW_RANK, STEPS, is_delayed
 from numpy.typing import NDArray
 
 from conftest import records, run_cases
+from seatrial.job.layout import Layout
 from seatrial.record.collectives import read_collectives
 from seatrial.record.folder import RunFolder
 from seatrial.record.frontier import WARM_UP, split_step
 from seatrial.record.stages import STAGES, RankStages, read_generation
+from seatrial.scale.cause import find_causes
+from seatrial.scale.observed import Observed, steady_steps
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timed]
 
@@ -23,6 +26,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2-pp2": {"tensor": 2, "pipeline": 2},
     "replicate2-fsdp2": {"replicate": 2, "shard": 2},
 }
+CAUSES = {"data": "data", "forward": "straggler", "backward": "straggler"}
 DELAYS = {"data": "data", "forward": "forward", "backward": "backward", "collective": "tensor"}
 # A rank that sleeps leaves its processor to others, which then wait less: where waiting is compared, there are few.
 FEW = {"tensor": 2}
@@ -108,6 +112,34 @@ def test_a_delay_is_charged_to_its_stage_and_its_rank(out: Path, delay: str, sta
     sums = np.median(cube.cumsum(axis=2)[:, slow, i], axis=1)
     if stage != "tensor":  # there the others of its group wait as long
         assert int(sums.argmax()) == SLOW_RANK
+
+
+@pytest.fixture(scope="module", params=["tp2-pp2", pytest.param("replicate2-fsdp2", marks=pytest.mark.long)])
+def delayed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Layout]:
+    """The run folders of the delays in `CAUSES`, and their layout."""
+    at = LAYOUTS[request.param]
+    if request.param == "tp2-pp2":
+        found: Path = request.getfixturevalue("out")
+    else:
+        found = tmp_path_factory.mktemp(request.param)
+        cases = [{"name": d, "layout": at, "delay": d, "tied": True, "root": str(found)} for d in CAUSES]
+        done = run_cases(cases, found, timeout_s=240, script="accounting_ranks.py")
+        assert done.returncode == 0, done.stderr
+    return found, Layout(**at)
+
+
+@pytest.mark.parametrize("delay", CAUSES)
+def test_the_delayed_rank_is_the_first_cause(delayed: tuple[Path, Layout], delay: str) -> None:
+    """Of the time that delayed steps lose against the others."""
+    out, layout = delayed
+    cube = steady_steps(recorded(out, delay), WARM_UP)
+    assert cube is not None
+    slow = np.array([is_delayed(step) for step in range(1 + WARM_UP, STEPS + 1)])
+    base, here = (Observed(cube[which], layout, 1, 1.0, microbatches=4) for which in (~slow, slow))
+    first = find_causes(base, here)[0]
+    assert (first.kind, first.ranks) == (CAUSES[delay], (SLOW_RANK,))
+    # Roughly: a rank that sleeps leaves its processor to the others, whose own work then takes less.
+    assert 0.5 * DELAY_S[delay] < first.seconds < 1.5 * DELAY_S[delay]
 
 
 def test_training_has_the_same_bits_without_it(out: Path) -> None:

@@ -125,12 +125,12 @@ def test_a_slow_link_is_the_network_of_its_node(begin: Begin) -> None:
         assert node["tcp"]["retransmitted"] >= 0
 
 
-@pytest.mark.long  # one delayed rank: test_scale_cause_real
+@pytest.mark.long  # one delayed rank: test_accounting
 @pytest.mark.parametrize(
     ("kind", "module", "owner", "method"),
     [
         ("straggler", "seatrial.model.decoder", "Decoder", "forward"),
-        # test_scale_cause_real has a slow source of data in real ranks too.
+        # test_accounting has a slow source of data in real ranks too.
         ("data", "seatrial.data.loader", "BatchLoader", "_read"),
     ],
 )
