@@ -128,8 +128,9 @@ def rank_memory(model: Architecture, recipe: Recipe, stack: Stack, rank: int) ->
         points.append(_loss(model, recipe, stack, rank))
         if stack.metrics:
             points.append(_metrics(model, recipe, stack, rank))
-    if rank == 0 and recipe.layout.pipeline > 1 and recipe.accumulate == "sharded":
-        points.append(_embedding(model, recipe, stack))
+    ends = (0, recipe.layout.pipeline - 1) if stack.name in OURS else (0,)
+    if rank in ends and recipe.layout.pipeline > 1 and recipe.accumulate == "sharded":
+        points.append(_embedding(model, recipe, stack, rank))
     highest = max(points, key=lambda m: m.allocated)
     if recipe.sharding != "full" or recipe.cut * recipe.layout.replicate == 1:
         return highest
@@ -193,20 +194,20 @@ def _backward(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> M
     )
 
 
-def _embedding(model: Architecture, recipe: Recipe, stack: Stack) -> Memory:
-    """Memory when the first stage of a pipeline reduces the embedding's gradient, with other microbatches in flight.
+def _embedding(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> Memory:
+    """Memory when an end of a pipeline reduces the embedding's or the head's gradient, with other microbatches in flight.
 
     It exists three times: as computed, as added to the parameter's gradient, and in fp32 on its way (traced).
     """
-    base, layout = _base(model, recipe, stack, 0), recipe.layout
-    at = (layout.pipeline, layout.stages_per_rank, recipe.microbatches, 0)
+    base, layout = _base(model, recipe, stack, rank), recipe.layout
+    at = (layout.pipeline, layout.stages_per_rank, recipe.microbatches, rank)
     held = schedule_named(layout.schedule).in_flight(*at)
     copies = (2 * recipe.width + 4) * model.embedding_parameters() / layout.tensor
     return replace(
         base,
-        gathered=_gathered(model, recipe, 0, layers=2),
+        gathered=_gathered(model, recipe, rank, layers=2),
         unsharded_gradients=base.unsharded_gradients + copies,
-        activations=_waiting(model, recipe, stack, 0) * (held - 1) / held,
+        activations=_waiting(model, recipe, stack, rank) * (held - 1) / held,
     )
 
 
