@@ -72,8 +72,8 @@ def layer(parts: int) -> tuple[str, str]:
     # Backward each weight has a product of its own, beside what is still under way or after the last part.
     backward = (
         gathers + "WP" * parts + "P"
-        + "PPS" * parts + "PP" + waits
+        + gathers + "PPS" * parts + waits + "PP" + waits
         + gathers + "WP" * parts + "P"
-        + "PPPS" * parts + "PPP" + waits
+        + gathers + "PPPS" * parts + waits + "PPP" + waits
     )  # fmt: skip
     return forward, backward

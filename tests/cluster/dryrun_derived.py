@@ -40,7 +40,7 @@ def derived(job: Job, rank: int, device: str) -> Derived:
     # does the opposite of each. The embedding has one of the two.
     if n > 1:
         hidden = B * T * D * width
-        gathers, scatters = 4 * layers, 4 * layers
+        gathers, scatters = 6 * layers, 4 * layers  # two gathers are repeated for the weights' gradients
         if train.activation_checkpointing == "full":
             gathers += 2 * layers
             scatters += layers  # the last scatter of a layer gives nothing that the backward pass wants

@@ -156,10 +156,11 @@ def sabotage(model: ParallelModel, what: str | None) -> None:
     elif what == "weight gradients of the first part only":
         whole_gradients = overlap_grad.gather_products_backward
 
-        def first_part(grads: Any, rows: Tensor, *args: Any, **kwargs: Any) -> Any:
-            of_input, _, of_biases = whole_gradients(grads, rows, *args, **kwargs)
-            n = rows.shape[0] // args[1].parts
-            return of_input, [grad[:n].t() @ rows[:n] for grad in grads], of_biases
+        def first_part(grads: Any, *args: Any, **kwargs: Any) -> Any:
+            of_input, _, of_biases = whole_gradients(grads, *args, **kwargs)
+            n = grads[0].shape[0] // args[2].parts
+            first = [torch.cat((grad[:n], torch.zeros_like(grad[n:]))) for grad in grads]
+            return of_input, whole_gradients(first, *args, **{**kwargs, "of_input": False})[1], of_biases
 
         overlap_grad.gather_products_backward = first_part
     elif what is not None:

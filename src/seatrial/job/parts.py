@@ -8,9 +8,9 @@ from __future__ import annotations
 
 # Small messages and products use links and processors less efficiently. In the planner's model (`plan/cost/overlap.py`;
 # 72B on A100, H100 and B300, 8B on H200; tensor 2 to 8, microbatches of 1 to 8 sequences of 4,096, or one of up to
-# 32,768) four parts are best, or within 2 % of the best, if each has 1,024 positions of a rank; with fewer, two are
+# 32,768) four parts are best, or within 2 % of the best, if each has 2,048 positions of a rank; with fewer, two are
 # best, and four may be slower than not splitting. Not measured on GPUs.
-MOST, ENOUGH = 4, 1024
+MOST, ENOUGH = 4, 2048
 
 
 def parts(microbatch: int, positions_of_a_rank: int) -> int:

@@ -255,7 +255,7 @@ def build_stage(
             mesh.tensor,
             mesh.at.tensor,
             settings.sequence_length,
-            overlapped=settings.async_tensor,
+            in_parts=settings.async_tensor,
         )
     if settings.compile:
         keep_compiler_private()

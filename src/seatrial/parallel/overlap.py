@@ -4,13 +4,17 @@ What Megatron-LM calls tp_comm_overlap and torchtitan asynchronous tensor parall
 shared between GPUs, so it is the same on gloo and on NCCL. The sums are those of `collectives`; parts only cut rows.
 
     gather, products     all parts' gathers are launched; the products of a part follow when it has arrived
-      backward           a part's input gradient is computed, its reduce-scatter is overlapped with the next part's,
-                         and with the gradients of the weights
+      backward           all parts' gathers are launched; a part's input gradient is computed, its reduce-scatter is
+                         overlapped with the next part's, and with the gradients of the weights, which follow the gathers
     product, scatter     a part's product is computed, its reduce-scatter is overlapped with the next part's product
       backward           all parts' gathers are launched; the input gradient of a part follows when it has arrived
 
 Between the two, rows are in the order of parts: [part, rank, sequence, position]. Row-wise operations (the MLP) keep
-that order; attention needs [sequence, position] (`Cut.in_order`, `Cut.in_parts`).
+that order; attention needs [sequence, position] (`Cut.in_order`, `Cut.in_parts`). A single part, as plain tensor parallel
+has, is put into that order when it has arrived.
+
+What is gathered is not kept for the weights' gradients, but gathered again, which takes n times less memory (arXiv:2205.05198,
+section 4.2).
 
     R  rows: all positions of a microbatch      O  output features of a rank      t  positions of one rank
 """
@@ -40,8 +44,10 @@ class Cut:
     position_parts: int
 
     @classmethod
-    def of(cls, sequences: int, positions: int, ranks: int) -> Cut:
-        """The cut for `sequences` of a microbatch and `positions` of each on one rank."""
+    def of(cls, sequences: int, positions: int, ranks: int, *, in_parts: bool) -> Cut:
+        """The cut for `sequences` of a microbatch and `positions` of each on one rank; without `in_parts`: one part."""
+        if not in_parts:
+            return cls(ranks, sequences, positions, 1, 1)
         between = sequence_parts(sequences, positions)
         return cls(ranks, sequences, positions, between, parts(sequences, positions) // between)
 
@@ -54,7 +60,9 @@ class Cut:
         return self.ranks * self.sequences * self.positions
 
     def in_order(self, rows_RO: Tensor) -> Tensor:
-        """Rows in the order of parts -> [B, T, O]; a view where parts are single sequences."""
+        """Rows in the order of parts -> [B, T, O]; a view where parts are single sequences, or one part is all."""
+        if self.parts == 1:
+            return rows_RO.reshape(self.sequences, self.ranks * self.positions, -1)
         P, Q = self.sequence_parts, self.position_parts
         b, s = self.sequences // P, self.positions // Q
         split = rows_RO.reshape(P, Q, self.ranks, b, s, -1)
@@ -62,10 +70,24 @@ class Cut:
 
     def in_parts(self, x_BTO: Tensor) -> Tensor:
         """[B, T, O] -> rows in the order of parts [R, O]."""
+        if self.parts == 1:
+            return x_BTO.reshape(self.rows, -1)
         P, Q = self.sequence_parts, self.position_parts
         b, s = self.sequences // P, self.positions // Q
         split = x_BTO.reshape(P, b, self.ranks, Q, s, -1)
         return split.permute(0, 3, 2, 1, 4, 5).reshape(self.rows, -1)
+
+    def arrived(self, rows_RD: Tensor) -> Tensor:
+        """A part's rows as a gather brings them, rank by rank -> in the order that they have between the products."""
+        return self._swapped(rows_RD, self.ranks, self.sequences) if self.parts == 1 else rows_RD
+
+    def leaving(self, rows_RD: Tensor) -> Tensor:
+        """The inverse of `arrived`."""
+        return self._swapped(rows_RD, self.sequences, self.ranks) if self.parts == 1 else rows_RD
+
+    def _swapped(self, rows_RD: Tensor, outer: int, inner: int) -> Tensor:
+        split = rows_RD.view(outer, inner, self.positions, -1)
+        return split.transpose(0, 1).reshape(self.rows, -1)
 
     def pieces(self, x_BtD: Tensor) -> Iterator[Tensor]:
         """This rank's positions, part by part [B/P, t/Q, D]: views."""
@@ -78,6 +100,7 @@ class _Gathering:
 
     def __init__(self, x_BtD: Tensor, cut: Cut, group: ProcessGroup) -> None:
         self.rows_RD = x_BtD.new_empty(cut.rows, x_BtD.shape[-1])
+        self._arrived = cut.arrived
         # Send buffers are kept until they are sent: nothing else may reference them.
         self._sent = [piece.contiguous() for piece in cut.pieces(x_BtD)]
         self._under_way = [
@@ -87,9 +110,18 @@ class _Gathering:
 
     def __iter__(self) -> Iterator[Tensor]:
         """Each part's rows, when they have arrived."""
-        for work, rows in zip(self._under_way, self.rows_RD.chunk(len(self._under_way)), strict=True):
+        parts = self.rows_RD.chunk(len(self._under_way))
+        for work, rows in zip(self._under_way, parts, strict=True):
             wait(work)
+            if len(parts) == 1:
+                rows = self.rows_RD = self._arrived(rows)
             yield rows
+
+    def finish(self) -> Tensor:
+        """All rows, when all have arrived."""
+        for _ in self:
+            pass
+        return self.rows_RD
 
 
 class _Scattering:
@@ -98,12 +130,14 @@ class _Scattering:
     def __init__(self, like: Tensor, width: int, cut: Cut, group: ProcessGroup) -> None:
         self._out_BtD = like.new_empty(cut.sequences, cut.positions, width)
         self._targets = cut.pieces(self._out_BtD)
+        self._leaving = cut.leaving
         self._group = group
         self._under_way: list[tuple[Any, Tensor, Tensor, Tensor]] = []
 
     def send(self, rows_RD: Tensor) -> None:
         """Sum the next part over the group; each rank gets its own positions."""
         target = next(self._targets)
+        rows_RD = self._leaving(rows_RD)
         into = target if target.is_contiguous() else torch.empty_like(target)
         work = reduce_scatter_single(into.flatten(0, 1), rows_RD, group=self._group, async_op=True)
         self._under_way.append((work, rows_RD, into, target))
@@ -119,8 +153,8 @@ class _Scattering:
 
 def gather_products(
     x_BtD: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], cut: Cut, group: ProcessGroup
-) -> tuple[Tensor, list[Tensor]]:
-    """Gathered rows [R, D], and their product with each weight [O, D], plus its bias if there are any: [R, O] each."""
+) -> list[Tensor]:
+    """The product of the gathered rows with each weight [O, D], plus its bias if there are any: [R, O] each."""
     gathering = _Gathering(x_BtD, cut, group)
     outs = [x_BtD.new_empty(cut.rows, weight.shape[0]) for weight in weights]
     into = zip(*(out.chunk(cut.parts) for out in outs), strict=True)
@@ -130,12 +164,12 @@ def gather_products(
                 torch.addmm(biases[i], rows, weight.t(), out=target)
             else:
                 torch.mm(rows, weight.t(), out=target)
-    return gathering.rows_RD, outs
+    return outs
 
 
 def gather_products_backward(
     grads_RO: Sequence[Tensor],
-    rows_RD: Tensor,
+    x_BtD: Tensor,
     weights: Sequence[Tensor],
     cut: Cut,
     group: ProcessGroup,
@@ -145,7 +179,8 @@ def gather_products_backward(
     biased: bool = False,
 ) -> tuple[Tensor | None, list[Tensor], list[Tensor]]:
     """Gradients of x [B, t, D], and of the weights and biases, as far as they are requested."""
-    scattering = _Scattering(rows_RD, rows_RD.shape[1], cut, group)
+    gathering = _Gathering(x_BtD, cut, group) if of_weights else None
+    scattering = _Scattering(x_BtD, x_BtD.shape[2], cut, group)
     if of_input:
         for grads in zip(*(g.chunk(cut.parts) for g in grads_RO), strict=True):
             # In the order in which autograd would add them up, last product first, so that the sums have the same bits.
@@ -153,7 +188,10 @@ def gather_products_backward(
             for grad, weight in zip(grads[-2::-1], weights[-2::-1], strict=True):
                 total += torch.mm(grad, weight)
             scattering.send(total)
-    of_each = [torch.mm(grad.t(), rows_RD) for grad in grads_RO] if of_weights else []
+    of_each = []
+    if gathering is not None:
+        rows_RD = gathering.finish()
+        of_each = [torch.mm(grad.t(), rows_RD) for grad in grads_RO]
     of_biases = [grad.sum(0) for grad in grads_RO] if of_weights and biased else []
     return scattering.finish() if of_input else None, of_each, of_biases
 

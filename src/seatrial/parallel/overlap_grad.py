@@ -25,12 +25,20 @@ from seatrial.parallel.overlap_ops import gather_products_op, product_scatter_op
 
 
 class Overlap:
-    """Replacement for a layer's projections: gather and project, or project and scatter, in one operation."""
+    """Replacement for a layer's projections: gather and project, or project and scatter, in one operation.
 
-    def __init__(self, group: ProcessGroup) -> None:
+    `in_parts`: communication is overlapped with products, part by part.
+    """
+
+    def __init__(self, group: ProcessGroup, *, in_parts: bool) -> None:
         self.group = group
+        self.in_parts = in_parts
         self.ranks = group.size()
         self.name = group.group_name  # how a compiled layer names the group
+
+    def cut(self, sequences: int, positions: int) -> Cut:
+        """How the positions of a microbatch are cut, of each sequence `positions` on this rank."""
+        return Cut.of(sequences, positions, self.ranks, in_parts=self.in_parts)
 
     def project(self, x_BtD: Tensor, *linears: nn.Module) -> list[Tensor]:
         """This rank's positions -> products of all positions with each rank's weights, rows in the order of parts.
@@ -41,9 +49,9 @@ class Overlap:
         biases = [linear.bias for linear in linears if linear.bias is not None]
         assert len(biases) in (0, len(weights))
         if torch.compiler.is_compiling():
-            outs = gather_products_op(x_BtD, weights, biases, self.name)[1:]
+            outs = gather_products_op(x_BtD, weights, biases, self.in_parts, self.name)
         else:
-            cut = Cut.of(x_BtD.shape[0], x_BtD.shape[1], self.ranks)
+            cut = self.cut(x_BtD.shape[0], x_BtD.shape[1])
             # Transposed, as the products use them: a view of a weight has its own autograd node, see `wanted`.
             views = [weight.t() for weight in weights]
             outs = _GatherProducts.apply(x_BtD, *views, *biases, cut, self.group, len(views))
@@ -52,7 +60,7 @@ class Overlap:
 
     def project_in_order(self, x_BtD: Tensor, *linears: nn.Module) -> list[Tensor]:
         """`project`, with the positions put in order."""
-        cut = Cut.of(x_BtD.shape[0], x_BtD.shape[1], self.ranks)
+        cut = self.cut(x_BtD.shape[0], x_BtD.shape[1])
         return [cut.in_order(out) for out in self.project(x_BtD, *linears)]
 
 
@@ -67,11 +75,10 @@ class ScatteringLinear(nn.Module):
 
     def forward(self, h_BTO: Tensor) -> Tensor:
         B, T, width = h_BTO.shape
-        n = self._overlap.ranks
-        cut = Cut.of(B, T // n, n)
+        cut = self._overlap.cut(B, T // self._overlap.ranks)
         rows_RO = cut.in_parts(h_BTO) if self._in_order else h_BTO.reshape(B * T, width)
         if torch.compiler.is_compiling():
-            return product_scatter_op(rows_RO, self.weight, B, self._overlap.name)
+            return product_scatter_op(rows_RO, self.weight, B, self._overlap.in_parts, self._overlap.name)
         group = self._overlap.group
         view = self.weight.t()
         marker = _Keep.apply(rows_RO, view, cut, group)
@@ -85,18 +92,17 @@ class _GatherProducts(torch.autograd.Function):
     def forward(ctx: Any, x_BtD: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         *tensors, ctx.cut, ctx.group, ctx.weights = rest
         views, biases = tensors[: ctx.weights], tensors[ctx.weights :]
-        rows_RD, outs = gather_products(x_BtD, [v.t() for v in views], biases, ctx.cut, ctx.group)
         ctx.biased = bool(biases)
-        ctx.save_for_backward(rows_RD, *views)
-        return tuple(outs)
+        ctx.save_for_backward(x_BtD, *views)
+        return tuple(gather_products(x_BtD, [v.t() for v in views], biases, ctx.cut, ctx.group))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows_RD, *views = ctx.saved_tensors
+        x_BtD, *views = ctx.saved_tensors
         of_weights = wanted(ctx, 1)
         of_input, of_each, of_biases = gather_products_backward(
             [grad.contiguous() for grad in grads],
-            rows_RD,
+            x_BtD,
             [view.t() for view in views],
             ctx.cut,
             ctx.group,

@@ -26,71 +26,65 @@ def _resolve(name: str) -> ProcessGroup:
     return distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
 
 
-def _cut(x_BtD: Tensor, group: ProcessGroup) -> Cut:
-    return Cut.of(x_BtD.shape[0], x_BtD.shape[1], group.size())
-
-
-def _cut_rows(rows_RO: Tensor, sequences: int, group: ProcessGroup) -> Cut:
-    return Cut.of(sequences, rows_RO.shape[0] // (sequences * group.size()), group.size())
+def _cut(x_BtD: Tensor, in_parts: bool, group: ProcessGroup) -> Cut:
+    return Cut.of(x_BtD.shape[0], x_BtD.shape[1], group.size(), in_parts=in_parts)
 
 
 @torch.library.custom_op(
     "seatrial::gather_products",
     mutates_args=(),
-    schema="(Tensor x, Tensor[] weights, Tensor[] biases, str group) -> Tensor[]",
+    schema="(Tensor x, Tensor[] weights, Tensor[] biases, bool in_parts, str group) -> Tensor[]",
 )
 def gather_products_op(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], group: str
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], in_parts: bool, group: str
 ) -> list[Tensor]:
     members = _resolve(group)
-    rows, outs = gather_products(x, weights, biases, _cut(x, members), members)
-    return [rows, *outs]
+    return gather_products(x, weights, biases, _cut(x, in_parts, members), members)
 
 
 @gather_products_op.register_fake
-def _(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], group: str) -> list[Tensor]:
+def _(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], in_parts: bool, group: str
+) -> list[Tensor]:
     rows = x.shape[0] * x.shape[1] * _resolve(group).size()
-    return [x.new_empty(rows, x.shape[2]), *(x.new_empty(rows, w.shape[0]) for w in weights)]
+    return [x.new_empty(rows, w.shape[0]) for w in weights]
 
 
 @torch.library.custom_op(
     "seatrial::gather_products_backward",
     mutates_args=(),
-    schema="(Tensor[] grads, Tensor rows, Tensor[] weights, bool biased, int sequences, str group) -> Tensor[]",
+    schema="(Tensor[] grads, Tensor x, Tensor[] weights, bool biased, bool in_parts, str group) -> Tensor[]",
 )
 def _gather_products_backward_op(
-    grads: Sequence[Tensor], rows: Tensor, weights: Sequence[Tensor], biased: bool, sequences: int, group: str
+    grads: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], biased: bool, in_parts: bool, group: str
 ) -> list[Tensor]:
     members = _resolve(group)
-    cut = _cut_rows(rows, sequences, members)
+    cut = _cut(x, in_parts, members)
     whole = [grad.contiguous() for grad in grads]
-    of_input, of_each, of_biases = gather_products_backward(whole, rows, weights, cut, members, biased=biased)
+    of_input, of_each, of_biases = gather_products_backward(whole, x, weights, cut, members, biased=biased)
     assert of_input is not None
     return [of_input, *of_each, *of_biases]
 
 
 @_gather_products_backward_op.register_fake
 def _(
-    grads: Sequence[Tensor], rows: Tensor, weights: Sequence[Tensor], biased: bool, sequences: int, group: str
+    grads: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], biased: bool, in_parts: bool, group: str
 ) -> list[Tensor]:
-    n = _resolve(group).size()
-    of_input = rows.new_empty(sequences, rows.shape[0] // (sequences * n), rows.shape[1])
+    of_input = torch.empty_like(x, memory_format=torch.contiguous_format)
     of_each = [torch.empty_like(w, memory_format=torch.contiguous_format) for w in weights]
     return [of_input, *of_each, *(w.new_empty(w.shape[0]) for w in weights if biased)]
 
 
 def _keep_gather(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, weights, biases, ctx.group = inputs
-    ctx.sequences, ctx.biased = x.shape[0], bool(biases)
-    ctx.save_for_backward(output[0], *weights)
+    x, weights, biases, ctx.in_parts, ctx.group = inputs
+    ctx.biased = bool(biases)
+    ctx.save_for_backward(x, *weights)
 
 
 def _gather_gradient(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    rows, *weights = ctx.saved_tensors
-    of_input, *rest = _gather_products_backward_op(
-        grads[1:], rows, weights, ctx.biased, ctx.sequences, ctx.group
-    )
-    return of_input, rest[: len(weights)], rest[len(weights) :], None
+    x, *weights = ctx.saved_tensors
+    of_input, *rest = _gather_products_backward_op(grads, x, weights, ctx.biased, ctx.in_parts, ctx.group)
+    return of_input, rest[: len(weights)], rest[len(weights) :], None, None
 
 
 gather_products_op.register_autograd(_gather_gradient, setup_context=_keep_gather)
@@ -99,15 +93,17 @@ gather_products_op.register_autograd(_gather_gradient, setup_context=_keep_gathe
 @torch.library.custom_op(
     "seatrial::product_scatter",
     mutates_args=(),
-    schema="(Tensor rows, Tensor weight, int sequences, str group) -> Tensor",
+    schema="(Tensor rows, Tensor weight, int sequences, bool in_parts, str group) -> Tensor",
 )
-def product_scatter_op(rows: Tensor, weight: Tensor, sequences: int, group: str) -> Tensor:
+def product_scatter_op(rows: Tensor, weight: Tensor, sequences: int, in_parts: bool, group: str) -> Tensor:
     members = _resolve(group)
-    return product_scatter(rows.contiguous(), weight, _cut_rows(rows, sequences, members), members)
+    n = members.size()
+    cut = Cut.of(sequences, rows.shape[0] // (sequences * n), n, in_parts=in_parts)
+    return product_scatter(rows.contiguous(), weight, cut, members)
 
 
 @product_scatter_op.register_fake
-def _(rows: Tensor, weight: Tensor, sequences: int, group: str) -> Tensor:
+def _(rows: Tensor, weight: Tensor, sequences: int, in_parts: bool, group: str) -> Tensor:
     positions = rows.shape[0] // (sequences * _resolve(group).size())
     return rows.new_empty(sequences, positions, weight.shape[0])
 
@@ -115,27 +111,29 @@ def _(rows: Tensor, weight: Tensor, sequences: int, group: str) -> Tensor:
 @torch.library.custom_op(
     "seatrial::product_scatter_backward",
     mutates_args=(),
-    schema="(Tensor grad, Tensor rows, Tensor weight, str group) -> Tensor[]",
+    schema="(Tensor grad, Tensor rows, Tensor weight, bool in_parts, str group) -> Tensor[]",
 )
-def _product_scatter_backward_op(grad: Tensor, rows: Tensor, weight: Tensor, group: str) -> list[Tensor]:
+def _product_scatter_backward_op(
+    grad: Tensor, rows: Tensor, weight: Tensor, in_parts: bool, group: str
+) -> list[Tensor]:
     members = _resolve(group)
-    of_rows, gathered = product_scatter_backward(grad, weight, _cut(grad, members), members)
+    of_rows, gathered = product_scatter_backward(grad, weight, _cut(grad, in_parts, members), members)
     return [of_rows, torch.mm(gathered.t(), rows)]
 
 
 @_product_scatter_backward_op.register_fake
-def _(grad: Tensor, rows: Tensor, weight: Tensor, group: str) -> list[Tensor]:
+def _(grad: Tensor, rows: Tensor, weight: Tensor, in_parts: bool, group: str) -> list[Tensor]:
     return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (rows, weight)]
 
 
 def _keep_product(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    rows, weight, _, ctx.group = inputs
+    rows, weight, _, ctx.in_parts, ctx.group = inputs
     ctx.save_for_backward(rows, weight)
 
 
 def _product_gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     rows, weight = ctx.saved_tensors
-    return *_product_scatter_backward_op(grad, rows, weight, ctx.group), None, None
+    return *_product_scatter_backward_op(grad, rows, weight, ctx.in_parts, ctx.group), None, None, None
 
 
 product_scatter_op.register_autograd(_product_gradient, setup_context=_keep_product)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from seatrial.base.box import Box
-from seatrial.model.decoder import Block, Decoder
+from seatrial.model.decoder import Decoder
 from seatrial.parallel.collectives import GatherPositions, ScatterSumPositions
 from seatrial.parallel.overlap_grad import Overlap, ScatteringLinear
 
@@ -70,11 +70,11 @@ class SplitEmbedding(nn.Module):
 
 
 def apply_tensor_parallel(
-    model: Decoder, group: ProcessGroup, rank: int, sequence_length: int, *, overlapped: bool = False
+    model: Decoder, group: ProcessGroup, rank: int, sequence_length: int, *, in_parts: bool
 ) -> None:
     """Cut the weights of `model` (on the meta device) to this rank's part and insert the communication.
 
-    `overlapped`: the layers' communication is overlapped with their matrix products, part by part (see `overlap`).
+    `in_parts`: the layers' communication is overlapped with their matrix products, part by part (see `overlap`).
     """
     size = group.size()
     for name, parameter in list(model.named_parameters()):
@@ -83,36 +83,21 @@ def apply_tensor_parallel(
         local = nn.Parameter(torch.empty(box.sizes, dtype=parameter.dtype, device=parameter.device))
         setattr(model.get_submodule(path), leaf, local)
 
-    def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (GatherPositions.apply(args[0], group), *args[1:])
+    def gather_for_logits(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        # The loss gathers by itself.
+        return (GatherPositions.apply(args[0], group), *args[1:]) if args[2] is None else args
 
-    def gather_for_logits(head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return gather(head, args) if args[2] is None else args  # the loss gathers by itself
-
-    def scatter(_module: nn.Module, _args: tuple[Any, ...], out: Tensor) -> Tensor:
-        return ScatterSumPositions.apply(out, group)
-
-    overlap = Overlap(group) if overlapped else None
+    overlap = Overlap(group, in_parts=in_parts)
     # One gather feeds q, k and v, and one feeds gate and up.
     for block in model.blocks:
-        if overlap is not None:
-            _overlap(block, overlap)
-            continue
-        block.self_attn.register_forward_pre_hook(gather)
-        block.self_attn.o_proj.register_forward_hook(scatter)
-        block.mlp.register_forward_pre_hook(gather)
-        block.mlp.down_proj.register_forward_hook(scatter)
+        attention, mlp = block.self_attn, block.mlp
+        attention.project = overlap.project_in_order
+        attention.o_proj = ScatteringLinear(attention.o_proj.get_parameter("weight"), overlap, in_order=True)
+        mlp.project = overlap.project
+        mlp.down_proj = ScatteringLinear(mlp.down_proj.get_parameter("weight"), overlap, in_order=False)
     trunk = model.model
     if trunk.embed_tokens is not None:
         trunk.embed_tokens = SplitEmbedding(trunk.embed_tokens.get_parameter("weight"), group, rank)
     if model.lm_head is not None:
         model.lm_head.register_forward_pre_hook(gather_for_logits)
     model.sequence_length = sequence_length
-
-
-def _overlap(block: Block, overlap: Overlap) -> None:
-    attention, mlp = block.self_attn, block.mlp
-    attention.project = overlap.project_in_order
-    attention.o_proj = ScatteringLinear(attention.o_proj.get_parameter("weight"), overlap, in_order=True)
-    mlp.project = overlap.project
-    mlp.down_proj = ScatteringLinear(mlp.down_proj.get_parameter("weight"), overlap, in_order=False)

@@ -12,10 +12,10 @@ from seatrial.job.parts import MOST, parts, sequence_parts
 @pytest.mark.parametrize(
     ("microbatch", "positions", "expected"),
     [
-        (1, 4096, 4), (1, 3072, 3), (1, 2, 2), (1, 7, 1), (2, 512, 2), (3, 512, 3), (4, 1024, 4), (6, 512, 3),
-        (8, 512, 4), (5, 4096, 4), (5, 7, 1), (10, 4096, 2),
-        # Parts of fewer than 1,024 positions of a rank: as few as can be.
-        (1, 512, 2), (1, 4092, 3), (1, 9, 3), (4, 512, 2), (6, 128, 2), (9, 1, 3), (8, 511, 2),
+        (1, 8192, 4), (1, 6144, 3), (1, 2, 2), (1, 7, 1), (2, 1024, 2), (3, 1024, 3), (4, 2048, 4), (6, 1024, 3),
+        (8, 1024, 4), (5, 8192, 4), (5, 7, 1), (10, 8192, 2),
+        # Parts of fewer than 2,048 positions of a rank: as few as can be.
+        (1, 1024, 2), (1, 8184, 3), (1, 9, 3), (4, 1024, 2), (6, 256, 2), (9, 1, 3), (8, 1023, 2),
     ],
 )  # fmt: skip
 def test_sequences_first_then_positions(microbatch: int, positions: int, expected: int) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from seatrial.parallel.overlap import Cut
 
-cuts = st.builds(Cut.of, st.integers(1, 9), st.integers(1, 12), st.integers(1, 4))
+cuts = st.builds(Cut.of, st.integers(1, 9), st.integers(1, 12), st.integers(1, 4), in_parts=st.booleans())
 
 
 def _numbered(cut: Cut) -> torch.Tensor:
@@ -29,7 +29,8 @@ def test_a_part_has_the_positions_that_a_gather_of_it_brings(cut: Cut) -> None:
     ranks_BtD = _numbered(cut).chunk(cut.ranks, dim=1)
     sent = zip(*(cut.pieces(x_BtD) for x_BtD in ranks_BtD), strict=True)
     gathered = torch.cat([piece.flatten() for of_all_ranks in sent for piece in of_all_ranks])
-    assert torch.equal(cut.in_parts(_numbered(cut)).flatten(), gathered)
+    assert torch.equal(cut.in_parts(_numbered(cut)), cut.arrived(gathered[:, None]))
+    assert torch.equal(cut.leaving(cut.arrived(gathered[:, None])), gathered[:, None])
 
 
 @given(cuts)

@@ -118,7 +118,7 @@ def test_what_would_fit() -> None:
     assert would_fit(account(of, 0.1)) == ""
     gpu = job("llama3-8b-h100", "train.microbatch=2")
     assert would_fit(account(gpu, None, "cuda", 70)) == 'train.accumulate = "sharded" would fit'
-    assert would_fit(account(gpu, None, "cuda", 60)) == "train.microbatch = 1 would fit"
+    assert would_fit(account(gpu, None, "cuda", 55)) == "train.microbatch = 1 would fit"
 
 
 def test_it_is_told_in_words_and_as_json() -> None:

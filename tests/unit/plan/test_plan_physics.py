@@ -100,8 +100,9 @@ def test_zero_bubble_keeps_gradients_until_the_weights_turn() -> None:
         ]
         assert owed[0] / held[0] > 1.05 * owed[1] / held[1]  # a stage and microbatch weighs more
     # In another trainer three microbatches' gradients of logits, in bf16; ours computes them again.
-    ours, theirs = (rank_memory(MODEL, recipe, s, 3).activations for s in (OURS, stacks()["torchtitan"]))
-    assert theirs - ours == pytest.approx(3 * 2 * 2048 * MODEL.vocab_size / 8, rel=0.2)
+    alone = replace(recipe, layout=replace(recipe.layout, tensor=1))
+    ours, theirs = (rank_memory(MODEL, alone, s, 3).activations for s in (OURS, stacks()["torchtitan"]))
+    assert theirs - ours == pytest.approx(3 * 2 * 2048 * MODEL.vocab_size, rel=0.1)
 
 
 def test_buckets_and_pipelines_of_full_sharding() -> None:

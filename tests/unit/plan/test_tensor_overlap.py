@@ -43,9 +43,11 @@ ASYNC = replace(PLAIN, async_tensor=True)
 seconds = st.floats(0.0, 1.0)
 
 
-def played(n: int, send_s: float, compute_s: float, then_s: float, *, gathers: bool) -> float:
-    """Two machines and n parts, event by event: until all is sent and computed."""
-    links = processors = 0.0
+def played(
+    n: int, send_s: float, compute_s: float, then_s: float, *, gathers: bool, first_s: float = 0.0
+) -> float:
+    """Two machines and n parts, event by event: until all is sent and computed. `first_s`: sent before."""
+    links, processors = first_s, 0.0
     for _ in range(n):
         if gathers:
             links += send_s
@@ -63,6 +65,9 @@ def test_the_closed_form_is_the_pipeline(n: int, send_s: float, compute_s: float
     assert n * compute_s + before == pytest.approx(played(n, send_s, compute_s, 0.0, gathers=True))
     whole = played(n, send_s, compute_s, then_s, gathers=False)
     assert n * compute_s + then_s + after == pytest.approx(whole)
+    again = scattered(n, compute_s, send_s, then_s, regathered=True)
+    whole = played(n, send_s, compute_s, then_s, gathers=False, first_s=n * send_s)
+    assert n * compute_s + then_s + again == pytest.approx(whole)
     # Never less than nothing, never more than there is; hidden is at most what is computed meanwhile.
     for seen, meanwhile in ((before, (n - 1) * compute_s), (after, (n - 1) * compute_s + then_s)):
         assert 0 <= seen <= n * send_s * SLACK
@@ -78,6 +83,7 @@ def test_by_hand() -> None:
     assert scattered(2, 2.0, 3.0) == 4.0  # products until 2 and 4, links until 5 and 8
     assert scattered(2, 2.0, 3.0, then_s=3.0) == 1.0  # weights' gradients until 7
     assert scattered(2, 2.0, 3.0, then_s=5.0) == 0.0
+    assert scattered(2, 2.0, 3.0, regathered=True) == 8.0  # links until 12
     assert gathered(1, 3.0, 2.0) == 3.0
 
 
@@ -103,14 +109,15 @@ def test_a_layer_of_the_reference_voyage_by_hand() -> None:
         scattered(n, product(h, down), c),
     ]
     backward = [
-        scattered(n, product(h, qkv), c, weights(qkv, h)),
+        scattered(n, product(h, qkv), c, weights(qkv, h), regathered=True),
         gathered(n, c, product(out, h)),
-        scattered(n, product(h, up), c, weights(up, h)),
+        scattered(n, product(h, up), c, weights(up, h), regathered=True),
         gathered(n, c, product(down, h)),
     ]
     assert made.forward.tensor == pytest.approx(sum(forward))
     assert made.backward.tensor == pytest.approx(sum(backward))
     assert made.forward.slowed == pytest.approx(stack.contention * (4 * n * c - sum(forward)))
+    assert made.backward.slowed == pytest.approx(stack.contention * (6 * n * c - sum(backward)))
     assert made.forward.products == pytest.approx(
         n * (product(qkv, h) + product(h, out) + product(up, h) + product(h, down))
     )
@@ -124,7 +131,10 @@ def test_a_layer_of_the_reference_voyage_by_hand() -> None:
     )
     later = work(MODEL, late, fabric, stack, pace).backward.tensor
     assert later == pytest.approx(
-        sum(backward[1::2]) + scattered(n, product(h, qkv), c) + scattered(n, product(h, up), c)
+        sum(backward[1::2])
+        + scattered(n, product(h, qkv), c)
+        + scattered(n, product(h, up), c)
+        + 2 * n * c  # gathered again for the weights' gradients
     )
 
 
@@ -211,8 +221,8 @@ def test_the_only_published_pair_gained_less() -> None:
     with patch.object(work_module, "copied", lambda *_: 0.0):
         beside_copies = gain()
     assert 876 / 829 - 1 < beside_copies < gain()
-    assert beside_copies == pytest.approx(0.16, abs=0.01)
-    assert gain() == pytest.approx(0.23, abs=0.02)
+    assert beside_copies == pytest.approx(0.11, abs=0.01)
+    assert gain() == pytest.approx(0.18, abs=0.02)
 
 
 @st.composite
@@ -258,9 +268,9 @@ def test_nothing_is_hidden_that_nothing_is_computed_beside(case: Case) -> None:
     n_bytes = 2.0 * recipe.tokens * case.model.hidden_size
     group = tensor_group(recipe, fabric)
     each = fabric.seconds("all_gather", n_bytes / n, group)
-    for one in (made.forward, made.backward):
+    for one, collectives in ((made.forward, 4), (made.backward, 6)):
         hidden = one.slowed / stack.contention
-        assert one.tensor + hidden == pytest.approx(4 * n * each)
+        assert one.tensor + hidden == pytest.approx(collectives * n * each)
         assert 0 <= hidden <= one.products * SLACK
         # Cut into parts, messages take no less time than whole.
         assert n * each >= fabric.seconds("all_gather", n_bytes, group) / SLACK

@@ -141,9 +141,9 @@ def test_a_damaged_record_is_chosen_anew(tmp_path: Path, damage: dict[str, objec
 
 @pytest.mark.cluster  # slow
 def test_async_tensor_parallel_is_chosen_recorded_and_resumed(tmp_path: Path) -> None:
-    """70B on four nodes of H100 needs tensor parallel; the choice stands in plan.json and job.toml, and a resume takes it."""
+    """70B on two nodes of H100 needs tensor parallel; the choice stands in plan.json and job.toml, and a resume takes it."""
     j = open_job(
-        "llama3-8b-h100", "name=auto", "model.preset=llama3-70b", "cluster.nodes=4", "cluster.launcher=slurm",
+        "llama3-8b-h100", "name=auto", "model.preset=llama3-70b", "cluster.nodes=2", "cluster.launcher=slurm",
         drop=("microbatch", "activation_checkpointing"),
     )  # fmt: skip
     first = settle(j, RunFolder(tmp_path / "auto"))

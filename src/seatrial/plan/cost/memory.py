@@ -4,14 +4,14 @@ Activations are what `model/decoder.py` under `parallel/` saves for the backward
 t positions of a microbatch, n tensor-parallel ranks, D hidden, N H queries, K H keys, F the MLP):
 
     two inputs of norms, this rank's positions      e t 2 D / n
-    two gathered inputs of products, all positions  e t 2 D                    gather outputs are kept whole, whatever n
+    two inputs of products, this rank's positions   e t 2 D / n                gathered again in the backward pass
     queries, keys (rotated), values, attention out  e t (2 N H + 2 K H) / n    and N H more if `overlap.reorders`
     gate, silu(gate), up and their product          e t 4 F / n
     log-sum-exp of attention, two roots of norms    4 t N / n + 8 t / n
 
-Megatron ("megatron") keeps its own positions of the gathered inputs and gathers again (arXiv:2205.05198 section 4.2,
-without dropout and scores); "megatron-2021" is that paper's equation 1 with dropout and unfused scores,
-s b h (34 + 5 a s / h).
+Other trainers that keep the same ("ours") keep the inputs of products gathered, e t 2 D. Megatron ("megatron") gathers again
+as we do (arXiv:2205.05198 section 4.2, without dropout and scores); "megatron-2021" is that paper's equation 1 with dropout
+and unfused scores, s b h (34 + 5 a s / h).
 """
 
 from __future__ import annotations
@@ -128,8 +128,9 @@ def rank_memory(model: Architecture, recipe: Recipe, stack: Stack, rank: int) ->
         points.append(_loss(model, recipe, stack, rank))
         if stack.metrics:
             points.append(_metrics(model, recipe, stack, rank))
-    if rank == 0 and recipe.layout.pipeline > 1 and recipe.accumulate == "sharded":
-        points.append(_embedding(model, recipe, stack))
+    ends = (0, recipe.layout.pipeline - 1) if stack.name in OURS else (0,)
+    if rank in ends and recipe.layout.pipeline > 1 and recipe.accumulate == "sharded":
+        points.append(_embedding(model, recipe, stack, rank))
     highest = max(points, key=lambda m: m.allocated)
     if recipe.sharding != "full" or recipe.cut * recipe.layout.replicate == 1:
         return highest
@@ -193,20 +194,20 @@ def _backward(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> M
     )
 
 
-def _embedding(model: Architecture, recipe: Recipe, stack: Stack) -> Memory:
-    """Memory when the first stage of a pipeline reduces the embedding's gradient, with other microbatches in flight.
+def _embedding(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> Memory:
+    """Memory when an end of a pipeline reduces the embedding's or the head's gradient, with other microbatches in flight.
 
     It exists three times: as computed, as added to the parameter's gradient, and in fp32 on its way (traced).
     """
-    base, layout = _base(model, recipe, stack, 0), recipe.layout
-    at = (layout.pipeline, layout.stages_per_rank, recipe.microbatches, 0)
+    base, layout = _base(model, recipe, stack, rank), recipe.layout
+    at = (layout.pipeline, layout.stages_per_rank, recipe.microbatches, rank)
     held = schedule_named(layout.schedule).in_flight(*at)
     copies = (2 * recipe.width + 4) * model.embedding_parameters() / layout.tensor
     return replace(
         base,
-        gathered=_gathered(model, recipe, 0, layers=2),
+        gathered=_gathered(model, recipe, rank, layers=2),
         unsharded_gradients=base.unsharded_gradients + copies,
-        activations=_waiting(model, recipe, stack, 0) * (held - 1) / held,
+        activations=_waiting(model, recipe, stack, rank) * (held - 1) / held,
     )
 
 
@@ -366,7 +367,8 @@ def layer_activations(model: Architecture, recipe: Recipe, stack: Stack) -> floa
         if recipe.compiled and model.gated:
             mlp = 3  # one kernel computes the product of gate and up; silu(gate) is not kept
         heads = (3 if reorders(recipe, stack) else 2) * NH
-        return width * t * (2 * D / n + 2 * D + (heads + 2 * KH + mlp * F) / n) + scale + 8.0 * t / n
+        inputs = 2 * D / n if stack.name in OURS else 2 * D
+        return width * t * (2 * D / n + inputs + (heads + 2 * KH + mlp * F) / n) + scale + 8.0 * t / n
     own = n if recipe.sequence_parallel else 1
     if stack.layer_states == "megatron-2021":
         scores = 5.0 * recipe.microbatch * model.num_attention_heads * float(recipe.sequence) ** 2 / n

@@ -1,6 +1,6 @@
 """Tensor-parallel communication overlapped with matrix products, part by part: how much of it stays exposed.
 
-With `async_tensor` our trainer splits the input or output of a product into p equal parts (`parallel/overlap.py`).
+Our trainer splits the input or output of a product into p equal parts (`parallel/overlap.py`), with `async_tensor` several.
 Links and processors work in parallel, each on one part at a time, in order; a part takes c on links, k in the product:
 
     gather, then product     links     c c c c          c + (p-1) max(c, k) + k, of which p k is computation
@@ -8,7 +8,8 @@ Links and processors work in parallel, each on one part at a time, in order; a p
     product, then scatter    product   k k k k W        k + (p-1) max(c, k) + c; in parallel the weight gradients W,
                              links       c c c c        which depend on nothing in flight
 
-What exceeds the computation is exposed: c + (p-1) max(0, c - k), less W.
+What exceeds the computation is exposed: c + (p-1) max(0, c - k), less W. In a backward pass the scatters of the second line
+follow p gathers of what the weight gradients need: all is over after 2 p c at the earliest. Plain tensor parallel is p = 1.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ OURS = ("seatrial", "seatrial-compiled")
 SOURCE = (
     "async_tensor: what it hides is derived, part by part, and was never measured on GPUs; assumed: nothing else is lost, and "
     "computation beside it is slowed as beside any other communication. The only published pair of runs, of another implementation, "
-    "gained 5.7 % where this says 16 %, and 23 % with the copies that only our plain way makes (Llama 3 70B on 256 H100, 829 and 876 tokens/s/GPU, "
-    "pytorch/torchtitan@b5bcd76 benchmarks/llama3_h100_202412_torchtitan.md), so it may gain less than half of what is told"
+    "gained 5.7 % where this says 11 %, and 18 % with the copies that only our plain way makes (Llama 3 70B on 256 H100, 829 and 876 tokens/s/GPU, "
+    "pytorch/torchtitan@b5bcd76 benchmarks/llama3_h100_202412_torchtitan.md), so it may gain half of what is told, or less"
 )
 
 
@@ -47,7 +48,7 @@ def copied(model: Architecture, recipe: Recipe, stack: Stack) -> float:
     """Bytes that our trainer's layer reads and writes in one pass to reorder positions for its collectives.
 
     Plain collectives have positions rank by rank, but each sequence must be contiguous: a copy at each of the four,
-    unless there is one sequence (`parallel/collectives.py`). Overlapped parts keep their order of arrival, and only
+    unless there is one sequence (`parallel/overlap.py`). Overlapped parts keep their order of arrival, and only
     attention needs positions in order: copies of its input and output, unless parts are single sequences
     (`parallel/overlap.py`).
     """
@@ -71,6 +72,14 @@ def gathered(parts: int, send_s: float, compute_s: float) -> float:
     return send_s + (parts - 1) * max(0.0, send_s - compute_s)
 
 
-def scattered(parts: int, compute_s: float, send_s: float, then_s: float = 0.0) -> float:
-    """Exposed seconds of scatters after a product; times of one part, `then_s` of compute that runs after all parts."""
-    return max(0.0, gathered(parts, send_s, compute_s) - then_s)
+def scattered(
+    parts: int, compute_s: float, send_s: float, then_s: float = 0.0, *, regathered: bool = False
+) -> float:
+    """Exposed seconds of scatters after a product; times of one part, `then_s` of compute that runs after all parts.
+
+    `regathered`: before them all parts are gathered, beside the products.
+    """
+    exposed = gathered(parts, send_s, compute_s)
+    if regathered:
+        exposed = max(exposed, parts * (2 * send_s - compute_s))
+    return max(0.0, exposed - then_s)

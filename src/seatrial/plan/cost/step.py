@@ -11,6 +11,7 @@ from seatrial.plan.cost.calibration import EVEN, Factors
 from seatrial.plan.cost.collectives import Fabric
 from seatrial.plan.cost.kernels import MEMORY_SHARE
 from seatrial.plan.cost.memory import layer_share, neighbours, rank_parameters, unlike_ranks
+from seatrial.plan.cost.overlap import OURS
 from seatrial.plan.cost.stacks import Stack
 from seatrial.plan.cost.unshard import unshards
 from seatrial.plan.model.cluster import Group, group
@@ -322,12 +323,13 @@ def rank_traffic(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Sta
     layers = sum(layout.rank_layers(rank, model.num_hidden_layers))
     width = r.width
     hidden = width * r.tokens * model.hidden_size
-    # Each layer gathers twice and scatters twice, forward and backward; embedding and head communicate once in each.
+    # Each layer gathers twice and scatters twice, forward and backward; embedding and head communicate once in each. Ours gathers
+    # twice more for the weights' gradients.
     again = REDONE[r.recompute][3]
     if r.recompute == "full" and stack.layer_states == "ours":
         again = EARLY_STOP
     ends = (rank == 0) + (rank == layout.pipeline - 1)
-    tensor = m * hidden * (n - 1) / n * (layers * 4 * (2 + again) + 2 * ends)
+    tensor = m * hidden * (n - 1) / n * (layers * (4 * (2 + again) + 2 * (stack.name in OURS)) + 2 * ends)
     context = layers * m * (3 + again) * width * r.tokens * 2 * model.kv_width / n * (r.context - 1)
     message = m * _hidden_bytes(model, r) * width / 2
     per_rank, last = layout.stages_per_rank, layout.pipeline - 1

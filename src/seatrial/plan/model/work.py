@@ -131,12 +131,16 @@ class _Maker:
         )
         moved_b += stack.accumulate * model.layer_parameters() / n
         copies = copied(model, r, stack)
+        # Plain tensor parallel reorders what it gathers again, too.
+        back_copies = copies if parts > 1 else 1.5 * copies
         attention_f, attention_b = self._attention()
         tensor, context = self._tensor(), self._context(attention_f)
         gap = stack.gap_s
         f = Pass(forward, attention_f, self.kernels.move(moved_f + copies) + gap, tensor, context)
         gathers = tensor * self._backward_gathers()
-        b = Pass(backward, attention_b, self.kernels.move(moved_b + copies) + 2 * gap, gathers, 2 * context)
+        b = Pass(
+            backward, attention_b, self.kernels.move(moved_b + back_copies) + 2 * gap, gathers, 2 * context
+        )
         redone = REDONE[r.recompute]
         last, sent = 0.0, redone[3]
         if r.recompute == "full" and stack.layer_states == "ours":
@@ -159,7 +163,7 @@ class _Maker:
             head_passes = self._in_parts(head, head_back, loss, gather)
         paced = self._paced
         passes = paced(f), paced(b), paced(again)
-        if parts > 1:
+        if n > 1 and r.sequence_parallel and stack.name in OURS:
             passes = self._beside(passes, parts, ahead, back, weights)
         return Work(
             forward=passes[0],
@@ -250,26 +254,33 @@ class _Maker:
         later = r.layout.pipeline > 1 and schedule_named(r.layout.schedule).split_backward
         n_bytes = 2.0 * r.tokens * self.model.hidden_size / parts
         c = self.fabric.seconds("all_gather", n_bytes, tensor_group(r, self.fabric))
-        # Products alternate between a gather before and a scatter after them; in the backward pass the other way round.
+        # Products alternate between a gather before and a scatter after them; in the backward pass the other way round, and
+        # the weights' pass, if it is a separate one, gathers with nothing beside it.
         forward = [
             gathered(parts, c, q * k) if i % 2 == 0 else scattered(parts, q * k, c)
             for i, k in enumerate(ahead)
         ]
+
+        def before(k: float, w: float) -> float:
+            if later:
+                return scattered(parts, q * k, c) + parts * c
+            return scattered(parts, q * k, c, q * w, regathered=True)
+
         backward = [
-            scattered(parts, q * k, c, 0.0 if later else q * w) if i % 2 == 0 else gathered(parts, c, q * k)
+            before(k, w) if i % 2 == 0 else gathered(parts, c, q * k)
             for i, (k, w) in enumerate(zip(back, weights, strict=True))
         ]
         whole = REDONE[r.recompute][3]
         again = forward[:-1] if r.recompute == "full" else forward
 
-        def with_exposed(p: Pass, exposed: list[float], share: float = 1.0) -> Pass:
+        def with_exposed(p: Pass, exposed: list[float], share: float = 1.0, more: float = 0.0) -> Pass:
             seen = sum(exposed)
-            slowed = self.stack.contention * (len(exposed) * parts * c - seen)
+            slowed = self.stack.contention * ((len(exposed) + more) * parts * c - seen)
             return replace(p, tensor=seen * share, slowed=slowed * share)
 
         return (
             with_exposed(passes[0], forward),
-            with_exposed(passes[1], backward),
+            with_exposed(passes[1], backward, more=len(back) / 2),
             with_exposed(passes[2], again, whole),
         )
 
