@@ -60,7 +60,7 @@ def test_it_is_the_one_that_predicting_all_of_them_finds(name: str) -> None:
 
 
 def test_each_change_makes_it_fit_and_is_the_fastest_of_its_kind() -> None:
-    asker, found, beyond = asked("70b-64-h100")
+    asker, found, beyond = asked("70b-64-h100", "cluster.nodes=4")
     assert beyond is not None
     again, card = beyond.ways
     assert (again.what, again.built, card.built) == ("full recomputation", True, False)
@@ -87,7 +87,9 @@ def test_twice_the_nodes_are_more_shards() -> None:
     asker, _, beyond = asked("70b-64-h100", "cluster.nodes=1", "cluster.gpu=B300 SXM")
     assert beyond is not None
     (way,) = (w for w in beyond.ways if w.what == "2 nodes")
-    assert way.recipe == replace(beyond.recipe, layout=replace(beyond.recipe.layout, shard=16))
+    assert way.recipe == replace(
+        beyond.recipe, layout=replace(beyond.recipe.layout, shard=2 * beyond.recipe.layout.shard)
+    )
     twice = replace(asker.cluster, nodes=2)
     assert predict(asker.job.architecture, way.recipe, twice).fits
 
