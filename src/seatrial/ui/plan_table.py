@@ -159,10 +159,13 @@ def _row(name: str, choice: Choice, best: Prediction, wide: bool) -> list[str]:
 
 def _faster(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
     more = answer.advice
-    if more is None or not more.ways:
+    if more is None:
         return
-    shown = more.ways if full else more.ways[:_WAYS]
     fits = answer.own.fits is not False
+    # Gains that could be differences between two releases are shown in full only.
+    shown = more.ways if full else [way for way in more.ways if not fits or way.gain > ALIKE][:_WAYS]
+    if not shown:
+        return
     yield "faster than the job's own layout" if fits else "changes that make it fit", HEAD
     rows = [
         [
