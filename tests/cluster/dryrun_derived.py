@@ -52,7 +52,7 @@ def derived(job: Job, rank: int, device: str) -> Derived:
         # The loss over a split vocabulary, part by part: gathered positions, largest logit, two sums, scattered gradients.
         # A pass for the weight's gradient alone scatters nothing.
         passes = 2 if schedule_named(layout.schedule).split_backward and P > 1 else 1
-        each = max(1, loss_rows(arch.vocab_size // n) // n)
+        each = max(1, loss_rows(arch.vocab_size // n, B * T) // n)
         for begin in range(0, last * B * T // n, each):
             rows = n * min(each, B * T // n - begin)
             add("all-gather", "tensor", M * passes, rows * D * width)

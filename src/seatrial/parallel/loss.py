@@ -122,7 +122,7 @@ def _parts(
     x_RD = x_BtD.flatten(0, 1)
     B, t = x_BtD.shape[:2]
     target_nR = target_BT.view(B, n, t).transpose(0, 1).reshape(n, B * t)
-    each = max(1, loss_rows(columns) // n)
+    each = max(1, loss_rows(columns, n * B * t) // n)
     for begin in range(0, B * t, each):
         own = slice(begin, begin + each)
         rows_cD = x_RD[own]

@@ -94,9 +94,36 @@ def test_a_value_that_is_not_finite_shows() -> None:
     assert weight_VD.grad.isnan().any()
 
 
-@pytest.mark.parametrize(("columns", "rows"), [(152_064, 512), (19_008, 4096), (128_256, 1024), (2**27, 1)])
-def test_a_part_is_a_power_of_two_of_positions(columns: int, rows: int) -> None:
-    assert loss_rows.loss_rows(columns) == rows
+@pytest.mark.parametrize(
+    ("columns", "positions", "rows"),
+    [
+        (152_064, 4096, 512),
+        (19_008, 32_768, 4096),
+        (128_256, 4096, 1024),
+        (2**27, 8, 1),
+        (152_064, 32_768, 4096),
+    ],
+)
+def test_positions_of_a_part(columns: int, positions: int, rows: int) -> None:
+    assert loss_rows.loss_rows(columns, positions) == rows
+
+
+def test_the_heads_gradient_in_bf16_is_nearly_that_of_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a part may have few logits, and the fp64 gradient is known."""
+    torch.manual_seed(0)
+    x_BTD, target_BT = torch.randn(1, 2048, 64).bfloat16(), torch.randint(0, 512, (1, 2048))
+    weight_VD = (0.05 * torch.randn(512, 64)).bfloat16()
+
+    def gradient(dtype: torch.dtype, logits: int) -> torch.Tensor:
+        monkeypatch.setattr(loss_rows, "LOGITS", logits)
+        weight = weight_VD.to(dtype, copy=True).requires_grad_()
+        _ours(x_BTD.to(dtype), weight, target_BT).backward()
+        assert weight.grad is not None
+        return weight.grad.double()
+
+    exact = gradient(torch.float64, 2**30)
+    one, parts = ((gradient(torch.bfloat16, n) - exact).norm() / exact.norm() for n in (2**30, 512))
+    assert 0.001 < one < parts < 2.2 * one
 
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1.1), (torch.bfloat16, 1.6)], ids=str)

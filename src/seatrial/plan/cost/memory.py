@@ -160,7 +160,7 @@ def _loss(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> Memor
         held,
         unsharded_gradients=held.unsharded_gradients + recipe.width * model.hidden_size * columns,
         activations=waiting + _stage_input(model, recipe),
-        logits=part * min(recipe.tokens, loss_rows(int(columns))),
+        logits=part * min(recipe.tokens, loss_rows(int(columns), recipe.tokens)),
     )
 
 

@@ -183,7 +183,7 @@ class _Maker:
         r = self.recipe
         v = self.model.vocab_size // r.layout.tensor
         grown = self.kernels.move(
-            2.0 * r.width * v * self.model.hidden_size * (math.ceil(r.tokens / loss_rows(v)) - 1)
+            2.0 * r.width * v * self.model.hidden_size * (math.ceil(r.tokens / loss_rows(v, r.tokens)) - 1)
         )
         whole = Pass(product + back, 0.0, loss + grown, 2 * gather)
         if r.layout.pipeline > 1 and schedule_named(r.layout.schedule).split_backward:
