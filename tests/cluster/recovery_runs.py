@@ -145,9 +145,9 @@ _READ: dict[Path, tuple[Tail, list[dict[str, Any]]]] = {}
 def lines(path: Path) -> list[dict[str, Any]]:
     """The whole lines that are there by now. Each is parsed once: tests that wait for one ask a hundred times a second."""
     tail, found = _READ.setdefault(path, (Tail(path), []))
-    begun = tail.begun
+    opened = tail.opened
     new = tail.poll()
-    if tail.begun > begun > 0:  # another file
+    if tail.opened > opened > 0:  # another file
         found.clear()
     found += new
     assert not tail.problems, tail.problems

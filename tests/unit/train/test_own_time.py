@@ -34,8 +34,8 @@ def group() -> Iterator[Any]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("overlapped", [False, True])
-def test_waiting_does_not_count(overlapped: bool, group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_waiting_does_not_count(in_parts: bool, group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
 
     def taking(seconds: float, whole: Any) -> Any:
@@ -56,7 +56,7 @@ def test_waiting_does_not_count(overlapped: bool, group: Any, monkeypatch: pytes
 
     with torch.device("meta"):
         model = Decoder(ARCH)
-    apply_tensor_parallel(model, group, 0, 8, overlapped=overlapped)
+    apply_tensor_parallel(model, group, 0, 8, in_parts=in_parts)
     model.to_empty(device="cpu")
     for parameter in model.parameters():
         nn.init.constant_(parameter, 0.1)
