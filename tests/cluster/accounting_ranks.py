@@ -34,7 +34,7 @@ SLOW_RANK = 1
 IN_STEP = (
     4  # the delayed collective: at a step's first one a rank waits for the other, which would hide some of it
 )
-# As ever: in the many small parts of other tests the last stage waits so much that a delay of the first one is half hidden.
+# The usual size: with the small parts of other tests the last stage waits so long that it hides half of a delay of the first.
 LOGITS = loss_rows.LOGITS
 
 

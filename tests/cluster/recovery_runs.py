@@ -151,7 +151,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
         found.clear()
     found += new
     assert not tail.problems, tail.problems
-    return found
+    return list(found)
 
 
 def make_folder(path: Path) -> Path:

@@ -93,11 +93,11 @@ def wait_for(process: subprocess.Popen[str], wanted: str) -> None:
     raise AssertionError(f"no {wanted!r} in {''.join(read)}")
 
 
-# A killed rank is survived in test_recovery, a preemption in test_train, an edited job in test_changed_inputs.
+# A killed rank is survived in test_recovery, a preemption in test_train.
 @pytest.mark.parametrize(
     "names",
     [
-        ("nan_gradient", "xid_94"),
+        ("nan_gradient", "edited_job"),
         pytest.param(
             ("nan_gradient", "xid_94", "edited_job", "kill_rank", "preemption"), marks=pytest.mark.long
         ),

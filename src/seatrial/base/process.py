@@ -154,14 +154,16 @@ def _run_child(
 def exit_now(code: int) -> NoReturn:
     """Exit without freeing every module and object first, which with torch imported takes 0.6 s of CPU.
 
-    For the end of a process's main function: `atexit` handlers do not run, threads are not waited for.
+    For the end of a process's main function: `atexit` handlers do not run, threads are not waited for. Code 0 becomes 1
+    if output could not be written.
     """
-    try:
-        for stream in (sys.stdout, sys.stderr):
+    for stream in (sys.stdout, sys.stderr):
+        try:
             if stream is not None:  # closed by whoever started this process
                 stream.flush()
-    finally:
-        os._exit(code)
+        except (OSError, ValueError):
+            code = code or 1
+    os._exit(code)
 
 
 def make_log_folder(log: Path) -> None:

@@ -280,9 +280,9 @@ def _parse_target(text: str) -> Wanted | Diagnostic:
     value = float(match[1].replace(",", "")) if match else 0.0
     kind = match[2] if match else ""
     most = {"%": 100.0, "d": _MOST_DAYS, "h": 24 * _MOST_DAYS}.get(kind, 1e9)
-    if not 0 < value <= most:
+    if not 1e-3 < value <= most:
         return Diagnostic(
-            f'--target "{text}" is neither a rate nor a percentage nor a time of at most {_MOST_DAYS:,} days',
+            f'--target "{text}" is no rate, percentage (at most 100 %) or time (at most {_MOST_DAYS:,} days)',
             hint="--target 2500, --target 45%, --target 5d or --target 36h",
         )
     if kind in ("d", "h"):

@@ -233,8 +233,8 @@ class Decoder(nn.Module):
     """The whole model, or the consecutive `layers` of it that one pipeline stage holds.
 
     A first stage takes token ids [B, T], others hidden states [B, T, D]; a last stage returns logits [B, T, V] or, with
-    targets, the loss; others hidden states. Weights are uninitialised: `model.initialise` or a weight source fills them. Build it under
-    `torch.device("meta")` to use no memory.
+    targets, the loss; other stages return hidden states. Weights are uninitialised: `model.initialise` or a weight source
+    fills them. Build it under `torch.device("meta")` to use no memory.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The head's cross-entropy in parts: logits, softmax and gradients of some positions at a time, never of all.
+"""The head's cross-entropy in parts: logits, softmax and gradients of at most `job.loss_rows` positions at a time.
 
 A part has `job.loss_rows` positions. Its logits are computed once, in the backward pass, and overwritten by their
 exponentials and by their gradient. So the loss is known once its gradient is; without gradients it is known at once.

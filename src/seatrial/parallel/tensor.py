@@ -84,7 +84,7 @@ def apply_tensor_parallel(
         setattr(model.get_submodule(path), leaf, local)
 
     def gather_for_logits(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        # The loss gathers by itself.
+        # `cross_entropy` gathers its own parts.
         return (GatherPositions.apply(args[0], group), *args[1:]) if args[2] is None else args
 
     overlap = Overlap(group, in_parts=in_parts)

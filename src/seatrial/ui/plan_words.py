@@ -271,7 +271,8 @@ def _fits_with(way: Suggestion) -> str:
     if not way.built:
         return f"on {way.what}{tight}"
     slower = 1 / (1 + way.gain) - 1
-    told = "no faster than the best" if slower <= ALIKE else f"{percent(slower)} slower than the best"
+    told = "as fast as the best" if slower <= ALIKE else f"{percent(slower)} slower than the best"
+    told = f"{percent(way.gain)} faster than the best" if way.gain > ALIKE else told
     return f"with {way.what} ({told}{tight})"
 
 

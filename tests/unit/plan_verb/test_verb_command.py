@@ -82,7 +82,7 @@ def test_a_target_with_a_comma_or_per_cent(capsys: Captured) -> None:
     assert "MFU 70 % is outside the interval" in out
 
 
-def test_how_likely_the_end_is_in_time_is_told_if_asked(capsys: Captured) -> None:
+def test_how_likely_the_end_is_in_time_is_shown_if_asked(capsys: Captured) -> None:
     assert main(["plan", SMALL, "--own"]) == 0
     assert "likely" not in capsys.readouterr().out
     assert main(["plan", SMALL, "--own", "--target", "2d", "--target=60 h", "--target", "0.1h"]) == 0

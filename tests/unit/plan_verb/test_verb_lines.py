@@ -134,11 +134,11 @@ def test_figures() -> None:
     assert span(0.9, 1.2) == "900 ms to 1.2 s"
 
 
-def test_what_only_memory_refuses_is_told_once() -> None:
+def test_what_only_memory_refuses_is_shown_once() -> None:
     beyond = voyage().beyond
     assert beyond is not None
     assert beyond.ways
-    assert "microbatch 2 (no faster than the best)" in too_large(beyond)
+    assert "microbatch 2 (as fast as the best)" in too_large(beyond)
     assert " ".join(text_of(voyage()).split()).count(f"too large {too_large(beyond)} ") == 1
     assert escape(f"Too large: {too_large(beyond)}.") in page(voyage())
     told = document(voyage())["search"]["beyond_memory"]

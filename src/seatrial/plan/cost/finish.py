@@ -47,19 +47,22 @@ class Finish:
         return self.waterfall[0].share
 
     def within(self, seconds: float, spread: float, faster: float = 1.0) -> float:
-        """Probability that the run ends within `seconds` of wall-clock time; `faster`: with steps of 1/faster the time.
+        """Probability that the run ends within `seconds` of wall-clock time; `faster`: the factor by which steps are faster.
 
         Steps are lognormal around the prediction with `spread` (`Pace.spread`), as in its interval. Failures are a Poisson
-        process of the expected rate, and each costs what one costs on average. That the rate may be another is not in it.
+        process of the expected rate, and each costs what one costs on average. Uncertainty of the rate is not included.
         """
         *_, failing = self.waterfall
         work = (self.wall_s - failing.seconds) / faster
         each = failing.seconds / self.failures
         expected = seconds / self.wall_s * self.failures
-        likely = 0.0
-        for n in range(math.ceil(seconds / each)):  # the work and n failures have to fit into `seconds`
+        likely, normal = 0.0, NormalDist()
+        most = expected + 12 * math.sqrt(expected) + 30  # more failures than ever happen
+        n = 0
+        while n < most and (left := seconds - n * each) > 0:  # for the work, after n failures
             often = math.exp(n * math.log(expected) - expected - math.lgamma(n + 1))
-            likely += often * NormalDist().cdf(math.log((seconds - n * each) / work) / spread)
+            likely += often * normal.cdf(math.log(left / work) / spread)
+            n += 1
         return likely
 
 

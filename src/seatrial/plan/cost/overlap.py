@@ -1,6 +1,6 @@
 """Tensor-parallel communication overlapped with matrix products, part by part: how much of it stays exposed.
 
-Our trainer splits the input or output of a product into p equal parts (`parallel/overlap.py`), with `async_tensor` several.
+Our trainer splits the input or output of a product into p equal parts (`parallel/overlap.py`): one, or with `async_tensor` several.
 Links and processors work in parallel, each on one part at a time, in order; a part takes c on links, k in the product:
 
     gather, then product     links     c c c c          c + (p-1) max(c, k) + k, of which p k is computation
@@ -24,8 +24,8 @@ OURS = ("seatrial", "seatrial-compiled")
 SOURCE = (
     "async_tensor: what it hides is derived, part by part, and was never measured on GPUs; assumed: nothing else is lost, and "
     "computation beside it is slowed as beside any other communication. The only published pair of runs, of another implementation, "
-    "gained 5.7 % where this says 11 %, and 18 % with the copies that only our plain way makes (Llama 3 70B on 256 H100, 829 and 876 tokens/s/GPU, "
-    "pytorch/torchtitan@b5bcd76 benchmarks/llama3_h100_202412_torchtitan.md), so it may gain half of what is told, or less"
+    "gained 5.7 % where 11 % is predicted, and 18 % with the copies that only our plain way makes (Llama 3 70B on 256 H100, 829 and 876 tokens/s/GPU, "
+    "pytorch/torchtitan@b5bcd76 benchmarks/llama3_h100_202412_torchtitan.md), so it may gain half of what is predicted, or less"
 )
 
 
@@ -49,8 +49,7 @@ def copied(model: Architecture, recipe: Recipe, stack: Stack) -> float:
 
     Plain collectives have positions rank by rank, but each sequence must be contiguous: a copy at each of the four,
     unless there is one sequence (`parallel/overlap.py`). Overlapped parts keep their order of arrival, and only
-    attention needs positions in order: copies of its input and output, unless parts are single sequences
-    (`parallel/overlap.py`).
+    attention needs positions in order: copies of its input and output, unless parts are single sequences.
     """
     if stack.name not in OURS or recipe.layout.tensor == 1 or not recipe.sequence_parallel:
         return 0.0

@@ -18,7 +18,7 @@ from seatrial.plan.model.cluster import Group, group
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.model.work import EARLY_STOP, REDONE, Work, tensor_group, work
 
-# Weak scaling of a layout slows a step by 0.4 to 0.7 % per doubling, beyond what communication explains; MaxText's by 2.2 % in all.
+# Weak scaling of a layout slows a step by 0.4 to 0.7 % per doubling, beyond what communication explains; MaxText by 2.2 % in total.
 SLOWER_BY_DOUBLING = 0.005
 SLOWER_SOURCE = (
     "64 to 2,048 H100 with Llama 3 70B 1.8 and 3.4 %, 16 to 2,048 with Nemotron 15B 4.5 and 4.8 % slower than communication "
@@ -329,7 +329,14 @@ def rank_traffic(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Sta
     if r.recompute == "full" and stack.layer_states == "ours":
         again = EARLY_STOP
     ends = (rank == 0) + (rank == layout.pipeline - 1)
-    tensor = m * hidden * (n - 1) / n * (layers * (4 * (2 + again) + 2 * (stack.name in OURS)) + 2 * ends)
+    messages = layers * (4 * (2 + again) + 2 * (stack.name in OURS)) + 2 * ends
+    if (
+        rank == layout.pipeline - 1 > 0
+        and stack.name in OURS
+        and schedule_named(layout.schedule).split_backward
+    ):
+        messages += 1  # the head's logits are computed again for its weight's gradient
+    tensor = m * hidden * (n - 1) / n * messages
     context = layers * m * (3 + again) * width * r.tokens * 2 * model.kv_width / n * (r.context - 1)
     message = m * _hidden_bytes(model, r) * width / 2
     per_rank, last = layout.stages_per_rank, layout.pipeline - 1

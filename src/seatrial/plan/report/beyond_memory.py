@@ -84,7 +84,7 @@ def _ways(asker: Asker, recipe: Recipe) -> Iterator[Recipe]:
 
 
 def _fitting(asker: Asker, recipe: Recipe, best: float) -> Iterator[Suggestion]:
-    """Changes that make it fit: of one setting, the fastest; else of the cluster."""
+    """Changes that make it fit: the fastest of one setting; of the cluster, twice the nodes, and another GPU."""
 
     def suggestion(what: str, r: Recipe, p: Prediction, *, built: bool = True) -> Suggestion:
         return Suggestion(what, r, p, best / p.step_s - 1, built)
@@ -100,7 +100,7 @@ def _fitting(asker: Asker, recipe: Recipe, best: float) -> Iterator[Suggestion]:
     here = reference_node(asker.cluster.gpu.name)
     for gpu in sorted(gpus(), key=lambda g: g.hbm_gb):
         node = reference_node(gpu.name)
-        # A node like this one: what fits a node of eight says nothing of a tray of four.
+        # A node like this one: what fits a node of eight may not fit a tray of four.
         if here is None or node is None or node.gpus_per_node != here.gpus_per_node:
             continue
         p = asker.ask(recipe, cluster=replace(asker.cluster, gpu=gpu))
