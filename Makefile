@@ -5,8 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # One test process a core, a file's tests in one of them, in the order that tests/conftest.py gives.
 SIDE_BY_SIDE := -n auto --dist loadfile --no-loadscope-reorder
-# Four at a time: they mostly wait, for Slurm, ssh and limits of silence.
-TIMED := -n 4 --dist loadfile --no-loadscope-reorder
+# These mostly wait, for Slurm, ssh and limits of silence.
+TIMED := -n 2 --dist loadfile --no-loadscope-reorder
 
 # The tests start thousands of processes: all find compiled modules, where the environment would keep Python from writing them too.
 export PYTHONDONTWRITEBYTECODE :=

@@ -53,7 +53,13 @@ LIMITS = {"once": 0.5, "first page": 1.0, "page": 2.0, "memory": 500e6, "ratio":
 SMALL = [
     *("train.steps=100000", "train.sample_tokens=0", "checkpoint.every_steps=1000"),
     # One rank: a core is free for the server and the browsers, as on a host with GPUs.
-    *("cluster.nodes=1", "cluster.gpus_per_node=1", "parallel.tensor=1", "parallel.pipeline=1"),
+    *(
+        "cluster.nodes=1",
+        "cluster.gpus_per_node=1",
+        "parallel.tensor=1",
+        "parallel.pipeline=1",
+        "parallel.shard=1",
+    ),
     *("train.global_batch=4", "optimizer.warmup_steps=5"),
 ]
 _LOG = Path(__file__).with_name("LOG.md")
