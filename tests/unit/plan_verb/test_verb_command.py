@@ -53,7 +53,7 @@ def test_all_that_is_wrong_at_once(capsys: Captured) -> None:
     err = capsys.readouterr().err
     for words in (
         'unknown network "foo"',
-        '"abc" is neither a rate nor a percentage',
+        '"abc" is no rate, percentage',
         "--price -1",
         "--storage-gb-s 0",
         "--nodes 0",
@@ -72,7 +72,7 @@ def test_all_that_is_wrong_at_once(capsys: Captured) -> None:
 )
 def test_a_target_is_a_rate_a_share_or_a_time(target: str, capsys: Captured) -> None:
     assert main(["plan", SMALL, f"--target={target}"]) == 2
-    assert "neither a rate nor a percentage" in capsys.readouterr().err
+    assert "is no rate, percentage" in capsys.readouterr().err
 
 
 def test_a_target_with_a_comma_or_per_cent(capsys: Captured) -> None:
