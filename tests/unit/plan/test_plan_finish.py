@@ -102,7 +102,7 @@ def test_an_end_is_as_likely_as_simulated_runs(spread: float) -> None:
     ends = [simulated(found, 24000, spread, chance) for _ in range(4000)]
     for times in (0.85, 0.92, 1.0, 1.08, 1.15):
         share = sum(end <= times * found.wall_s for end in ends) / len(ends)
-        assert found.within(times * found.wall_s, spread) == pytest.approx(share, abs=0.05), times
+        assert found.within(times * found.wall_s, spread) == pytest.approx(share, abs=0.06), times
 
 
 def test_a_run_without_steps_or_storage() -> None:
