@@ -271,9 +271,9 @@ def _fits_with(way: Suggestion) -> str:
     if not way.built:
         return f"on {way.what}{tight}"
     slower = 1 / (1 + way.gain) - 1
-    told = "as fast as the best" if slower <= ALIKE else f"{percent(slower)} slower than the best"
-    told = f"{percent(way.gain)} faster than the best" if way.gain > ALIKE else told
-    return f"with {way.what} ({told}{tight})"
+    speed = "as fast as the best" if slower <= ALIKE else f"{percent(slower)} slower than the best"
+    speed = f"{percent(way.gain)} faster than the best" if way.gain > ALIKE else speed
+    return f"with {way.what} ({speed}{tight})"
 
 
 # Mark of a layout that is tight, and its note below a table.
