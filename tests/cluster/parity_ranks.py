@@ -25,6 +25,7 @@ import async_order
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._inductor import config as inductor_config
 from tqdm import tqdm
 
 from seatrial.base.box import Box
@@ -293,7 +294,9 @@ def run_case(case: dict[str, Any], out: Path, work: Work) -> bool:
 
 def _load_compiler() -> None:
     """Import torch's compiler and have it examine this CPU, once for all ranks: half of the time of a compilation."""
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no pool of processes, whose threads a fork would lose
+    inductor_config.compile_threads = (
+        1  # no pool of threads, which a fork would lose; its variable is read at import
+    )
     tqdm.monitor_interval = 0  # torch shows its progress with it: no thread
     torch.compile(lambda x_NN: x_NN.sin() @ x_NN)(torch.ones(8, 8))
     torch.compiler.reset()
