@@ -441,7 +441,7 @@ def _write_logs(month: Month) -> None:
 def _keep_columns(folder: RunFolder) -> None:
     """Write the column cache, as the monitor would have."""
     kept = ColumnCacheWriter(folder)
-    for _ in range(1 + folder.metrics.stat().st_size // jsonl.PIECE_BYTES):
+    for _ in range(2 + folder.metrics.stat().st_size // jsonl.PIECE_BYTES):
         kept.poll(0.0)
 
 

@@ -3,8 +3,8 @@
 Only where there is nothing to judge: for data with any line that is not a record `columns` returns None, and the caller
 reads them line by line.
 
-Parsing the JSON of a month takes a second, so the monitor of a run keeps the columns of each `jsonl.PIECE_BYTES` of it
-(`keep`). They are found by the digest of the piece, so they are never those of other lines, and may be deleted.
+Parsing the JSON of a month takes a second, so the monitor of a run keeps the columns of each piece of it (`keep`,
+`jsonl.piece_bytes`). They are found by the digest of the piece, so they are never those of other lines, and may be deleted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 
 from seatrial.base import atomic
 from seatrial.base.files import open_file
-from seatrial.record import jsonl
 from seatrial.record.typed import LAST_TIME
 
 Columns = dict[str, NDArray[Any]]
@@ -33,28 +32,29 @@ _DIGEST_BYTES = 16
 _KEPT = ("<i8", "<f8", "|b1")  # types of kept columns, as numpy writes them
 
 
-def columns(cls: Any, data: bytes, kept: Path) -> Columns | None:
+def columns(cls: Any, data: bytearray, kept: Path) -> Columns | None:
     """Field -> values of the records in `data`, complete lines. NaN where an optional number is null; without fields of other types.
 
     None if a line is not a record of dataclass `cls`, or a number is not finite. `kept`: the folder of kept columns.
     """
     found = _load(_path(kept, data), cls, data)
-    return _parse(cls, data) if found is None else found
+    return _parse(cls, bytes(data)) if found is None else found
 
 
-def keep(cls: Any, path: Path, offset: int, kept: Path) -> int | None:
-    """Cache the columns of the chunk at `offset` of the records file `path`.
+def keep(cls: Any, path: Path, offset: int, size: int, kept: Path) -> tuple[int, Path] | None:
+    """Cache the columns of the piece of `size` bytes at `offset` of the records file `path`.
 
-    Returns where it ends: `offset` if it is not complete yet, None if the file cannot be kept from there on. Raises OSError.
+    Returns where its last line ends and the file of its columns, which is not written if they cannot be kept. None: it has
+    no complete line. Raises OSError.
     """
     with open(open_file(path), "rb") as f:
         f.seek(offset)
-        data = f.read(jsonl.PIECE_BYTES)
-    if len(data) < jsonl.PIECE_BYTES:
-        return offset
+        data = f.read(size)
     data = data[: data.rfind(b"\n") + 1]
+    if not data:
+        return None
     target = _path(kept, data)
-    if data and _load(target, cls, data) is None:
+    if _load(target, cls, data) is None:
         found = _parse(cls, data)
         # A truth value that older versions left out is None: an object, which needs a pickle.
         if found is not None and all(values.dtype.str in _KEPT for values in found.values()):
@@ -66,14 +66,14 @@ def keep(cls: Any, path: Path, offset: int, kept: Path) -> int | None:
             kept.mkdir(parents=True, exist_ok=True)
             digest = xxhash.xxh3_128_digest(content.getvalue())
             atomic.write_bytes(target, digest + content.getvalue(), durable=False)
-    return offset + len(data) if data else None
+    return offset + len(data), target
 
 
-def _path(kept: Path, data: bytes) -> Path:
+def _path(kept: Path, data: bytes | bytearray) -> Path:
     return kept / xxhash.xxh3_128_hexdigest(data)
 
 
-def _load(path: Path, cls: Any, data: bytes) -> Columns | None:
+def _load(path: Path, cls: Any, data: bytes | bytearray) -> Columns | None:
     """None: nothing is kept of `data`, by another version, or it is damaged. Allocates no more than the file has."""
     with contextlib.suppress(OSError, ValueError, EOFError):
         with open(open_file(path), "rb") as f:

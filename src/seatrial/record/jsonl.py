@@ -19,9 +19,10 @@ from typing import Any, BinaryIO
 from seatrial.base.files import open_file, parse_json
 
 _LONGEST_LINE = 16 << 20  # bytes; far longer than any record
-_BULK_BYTES = 1 << 20  # from here on it pays to import what parses lines in bulk
-# Read at once: every reader from the beginning of a file gets the same pieces, as `bulk.keep` needs.
-PIECE_BYTES = 4 << 20
+_BULK_BYTES = (
+    240 << 10
+)  # from here on it pays to import what parses lines in bulk; less than the shortest piece
+PIECE_BYTES = 4 << 20  # read at once
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,15 @@ class Problem:
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}: {self.message}"
+
+
+def piece_bytes(left: int) -> int:
+    """How many of `left` bytes every reader from the beginning takes at once; 0: fewer than a piece has.
+
+    A piece at the end of a file grows by sixteenths.
+    """
+    part = PIECE_BYTES // 16
+    return PIECE_BYTES if left >= PIECE_BYTES else left // part * part
 
 
 def plain(value: Any) -> Any:
@@ -182,42 +192,49 @@ class Tail:
         """As `poll`, each object with its line number (from 1)."""
         return [item for part in self.parts() for item in part]
 
-    def parts(self, bulk: Callable[[bytes], int] | None = None) -> Iterator[list[tuple[int, dict[str, Any]]]]:
+    def parts(
+        self, bulk: Callable[[bytearray], int] | None = None
+    ) -> Iterator[list[tuple[int, dict[str, Any]]]]:
         """As `poll_numbered`, a few MiB at a time, to bound memory.
 
-        `bulk` may take much data as a whole: it returns the number of its lines, or 0 if it did not.
+        `bulk` may take much data as a whole: it returns the number of its lines, or 0 if it did not. It must not keep
+        the data, whose memory is used again.
         """
-        while data := self._read():
-            end = self._offset
+        data = bytearray()
+        while self._read(data):
+            begin = self._offset
             self._offset += len(data)
-            if bulk is not None and len(data) >= _BULK_BYTES and end >= self._recent:
-                lines = bulk(data)
-                if lines:
-                    self._lines += self._numbered * lines
-                    continue
+            much = len(data) >= _BULK_BYTES
+            if bulk is not None and much and begin >= self._recent and (taken := bulk(data)):
+                self._lines += self._numbered * taken
+                continue
             values = []
-            unwanted = self._unwanted if len(data) >= _BULK_BYTES else None
-            for line in data[:-1].split(b"\n"):
-                self._lines += self._numbered
-                end += len(line) + 1
-                if end <= self._recent and self._always is not None and not self._always.search(line):
+            lines = bytes(data).split(b"\n")
+            del lines[-1]
+            older = data.count(b"\n", 0, max(0, self._recent - begin))
+            always = self._always.search if self._always is not None else None
+            unwanted = self._unwanted if much else None
+            for place, line in enumerate(lines):
+                if (unwanted is not None and unwanted in line) or (
+                    place < older and always is not None and not always(line)
+                ):
                     continue
-                if unwanted is not None and unwanted in line:
-                    continue
+                number = self._lines + self._numbered * (place + 1)
                 value, reason = _parse_line(line)
                 if value is not None:
-                    values.append((self._lines, value))
+                    values.append((number, value))
                 elif reason is not None:
-                    self.problems.append(Problem(self.path.name, self._lines, f"not {self.noun} ({reason})"))
+                    self.problems.append(Problem(self.path.name, number, f"not {self.noun} ({reason})"))
+            self._lines += self._numbered * len(lines)
             yield values
 
     def rest(self) -> list[tuple[int, dict[str, Any]]]:
         """The object after the last newline, once the file has no writer; an invalid one becomes a problem."""
-        torn = self._read(torn=True)
-        if not torn or b"\n" in torn:  # a new start is writing
+        torn = bytearray()
+        if not self._read(torn, torn=True) or b"\n" in torn:  # a new start is writing
             return []
         self._offset += len(torn)  # the next writer begins with a newline, so this stays the same line
-        value, reason = _parse_line(torn)
+        value, reason = _parse_line(bytes(torn))
         if value is not None:
             return [(self._lines + self._numbered, value)]
         if reason is not None:
@@ -225,8 +242,11 @@ class Tail:
             self.problems.append(Problem(self.path.name, self._lines + self._numbered, what))
         return []
 
-    def _read(self, *, torn: bool = False) -> bytes:
-        """The next complete lines; with `torn` the data after the last newline."""
+    def _read(self, data: bytearray, *, torn: bool = False) -> bool:
+        """Replace `data`, in its own memory, by the next complete lines, or with `torn` by all that follows. False: nothing.
+
+        New memory for each piece costs more than reading it.
+        """
         try:
             with open(open_file(self.path), "rb") as f:
                 status = os.fstat(f.fileno())
@@ -242,19 +262,25 @@ class Tail:
                             f.readline(_LONGEST_LINE)  # skip the rest of a partial line
                             self._offset, self._numbered = f.tell(), 0
                 f.seek(self._offset)
-                data = b""
+                left = status.st_size - self._offset
+                size = piece_bytes(left) or left
+                del data[size:]
+                data.extend(bytes(size - len(data)))
+                del data[f.readinto(data) :]
                 while b"\n" not in data and (more := f.read(PIECE_BYTES)):
                     data += more
                     if len(data) >= _LONGEST_LINE and b"\n" not in data:
                         raise _too_long()
         except FileNotFoundError:  # not there yet, or moved away
-            return b""
+            return False
         except OSError as error:
             if not self._unreadable:
                 self.problems.append(Problem(self.path.name, 0, f"cannot be read ({error.strerror})"))
             self._unreadable = True
-            return b""
-        return data if torn else data[: data.rfind(b"\n") + 1]
+            return False
+        if not torn:
+            del data[data.rfind(b"\n") + 1 :]
+        return bool(data)
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:

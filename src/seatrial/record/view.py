@@ -250,7 +250,7 @@ class RunReader:
         cls: type[Record],
         take: Callable[[Record], None],
         over: bool,
-        bulk: Callable[[bytes], int] | None = None,
+        bulk: Callable[[bytearray], int] | None = None,
     ) -> None:
         def all_of(numbered: list[tuple[int, dict[str, Any]]]) -> None:
             records, wrong = decode_all(cls, numbered, file=tail.path.name, noun=tail.noun)
@@ -263,7 +263,7 @@ class RunReader:
             all_of(part)
         all_of(tail.rest() if over else [])
 
-    def _add_metrics_data(self, data: bytes) -> int:
+    def _add_metrics_data(self, data: bytearray) -> int:
         from seatrial.record import bulk
 
         found = bulk.columns(MetricsRecord, data, self.folder.columns)
@@ -285,7 +285,7 @@ class RunReader:
         self._newest = max(self._newest, int(found["generation"].max()))
         return lines
 
-    def _add_ledger_data(self, data: bytes) -> int:
+    def _add_ledger_data(self, data: bytearray) -> int:
         from seatrial.record import bulk
 
         found = bulk.columns(LedgerRecord, data, self.folder.columns)

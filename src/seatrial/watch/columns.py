@@ -2,40 +2,61 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from seatrial.base.complain import complain
-from seatrial.record import bulk
+from seatrial.record import bulk, jsonl
 from seatrial.record.folder import RunFolder
 from seatrial.record.ledger import LedgerRecord
 from seatrial.record.metrics import MetricsRecord
 
 
+@dataclass
+class _Cached:
+    """How much of a file is cached."""
+
+    offset: int = 0  # where whole pieces end
+    size: int = 0  # bytes cached after it, of a piece that grows
+    file: Path | None = None  # of that piece
+
+
 class ColumnCacheWriter:
-    """At most one chunk per poll, which takes 30 ms."""
+    """At most one piece of each file per poll, which takes 30 ms."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._columns = folder.columns
-        self._offsets: dict[tuple[Path, Any], int] = {
-            (folder.metrics, MetricsRecord): 0,
-            (folder.ledger, LedgerRecord): 0,
+        self._files: dict[tuple[Path, Any], _Cached] = {
+            (folder.metrics, MetricsRecord): _Cached(),
+            (folder.ledger, LedgerRecord): _Cached(),
         }
 
     def poll(self, now: float) -> None:
-        """Write chunks that have become complete. Without a cache, readers parse the file."""
-        for (path, cls), offset in list(self._offsets.items()):
+        """Cache pieces that are new or have grown. Without a cache, readers parse the file."""
+        for (path, cls), cached in list(self._files.items()):
             try:
-                end = bulk.keep(cls, path, offset, self._columns)
+                self._add(path, cls, cached)
             except FileNotFoundError:  # no step yet
                 continue
             except OSError as error:
                 complain(f"column cache of {path.name} not written: {error}")
-                end = None
-            if end is None:
-                del self._offsets[path, cls]
-            else:
-                self._offsets[path, cls] = end
+                del self._files[path, cls]
+
+    def _add(self, path: Path, cls: Any, cached: _Cached) -> None:
+        size = jsonl.piece_bytes(path.stat().st_size - cached.offset)
+        if size <= 0 or size == cached.size:
+            return
+        cached.size = size
+        found = bulk.keep(cls, path, cached.offset, size, self._columns)
+        if found is None:  # a line longer than that; readers take a longer piece
+            return
+        end, file = found
+        if cached.file is not None:
+            cached.file.unlink(missing_ok=True)
+        cached.file = file
+        if size == jsonl.PIECE_BYTES:
+            cached.offset, cached.size, cached.file = end, 0, None
 
     def close(self, until: float) -> None:
         """Nothing to do: readers parse what is not cached."""

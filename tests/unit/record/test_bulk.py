@@ -116,26 +116,25 @@ def test_so_it_is_with_ledgers_of_every_kind(tmp_path: Path) -> None:
 def test_regular_data_is_taken_as_columns() -> None:
     """And so the other tests do not compare line by line with itself."""
     data = b"".join(encode(vars(record(n))) for n in range(1, 4))
-    found = bulk.columns(MetricsRecord, data, NOTHING)
+    found = bulk.columns(MetricsRecord, bytearray(data), NOTHING)
     assert found is not None
     assert found["step"].tolist() == [1, 2, 3]
     ledger = b"".join(encode(vars(LedgerRecord(n, 8 * n - 8, 8 * n, 1))) for n in range(1, 4))
-    found = bulk.columns(LedgerRecord, ledger, NOTHING)
+    found = bulk.columns(LedgerRecord, bytearray(ledger), NOTHING)
     assert found is not None
     assert not found["skipped"].any()
-    assert bulk.columns(MetricsRecord, data + b"{}\n", NOTHING) is None
+    assert bulk.columns(MetricsRecord, bytearray(data + b"{}\n"), NOTHING) is None
 
 
 def test_kept_columns_are_read_in_place_of_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jsonl, "_BULK_BYTES", 1)
-    monkeypatch.setattr(jsonl, "PIECE_BYTES", 1500)
+    monkeypatch.setattr(jsonl, "PIECE_BYTES", 16 * 400)
     folder = RunFolder(tmp_path)
-    for path, data in write(folder, Run().play([("train", 40)])).items():
+    for path, data in write(folder, Run().play([("train", 60)])).items():
         path.write_bytes(data)
     by_json = seen(read_view(folder))
     kept = keep_all(folder)
-    pieces = len(folder.metrics.read_bytes()) // 1500
-    assert pieces - 2 <= len(kept) <= pieces + 4  # those of the ledger too
+    assert len(kept) == 2 + 1 + 1  # whole pieces and the last one of the metrics, that of the ledger
 
     parsed: list[bytes] = []
     parse = bulk._parse
@@ -146,14 +145,32 @@ def test_kept_columns_are_read_in_place_of_json(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(bulk, "_parse", counted)
     assert seen(read_view(folder)) == by_json
-    assert len(parsed) == 2, "only what follows the last whole piece of each file"
+    after = len(parsed)
+    assert 2 <= after <= 4
+    assert max(map(len, parsed)) < 400 + 300, (
+        "only what follows the last piece of each file: a part and a line"
+    )
 
     damaged, other, torn = kept[0], kept[1], kept[2]
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     other.write_bytes(kept[-1].read_bytes() + b" ")
     torn.write_bytes(b"")
     assert seen(read_view(folder)) == by_json
-    assert len(parsed) == 2 + 2 + 3
+    assert len(parsed) == 2 * after + 3
+
+
+def test_a_piece_that_grows_replaces_its_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jsonl, "_BULK_BYTES", 1)
+    monkeypatch.setattr(jsonl, "PIECE_BYTES", 16 * 400)
+    folder, following = RunFolder(tmp_path), ColumnCacheWriter(RunFolder(tmp_path))
+    whole = write(folder, Run().play([("train", 60)]))[folder.metrics]
+    files: list[set[Path]] = []
+    for end in range(0, len(whole), 150):
+        folder.metrics.write_bytes(whole[:end])
+        following.poll(0.0)
+        files.append(set(folder.columns.glob("*")))
+        assert len(files[-1]) <= end // (16 * 400) + 1, "the shorter one is deleted"
+    assert len(set.union(*files)) > 30, "one for each part that was added"
 
 
 def test_a_ledger_of_an_older_version_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,12 +208,12 @@ def test_forged_columns_are_not_used(tmp_path: Path) -> None:
         contents.append(file.getvalue())
     for content in contents:
         path.write_bytes(xxhash.xxh3_128_digest(content) + content)
-        found = bulk.columns(LedgerRecord, data, tmp_path)
+        found = bulk.columns(LedgerRecord, bytearray(data), tmp_path)
         assert found is not None
         assert found["step"].tolist() == list(range(1, 40)), content[:200]
     file = io.BytesIO()
     np.save(file, right)
     path.write_bytes(xxhash.xxh3_128_digest(file.getvalue()) + file.getvalue())
-    found = bulk.columns(LedgerRecord, data, tmp_path)
+    found = bulk.columns(LedgerRecord, bytearray(data), tmp_path)
     assert found is not None
     assert not found["step"].any(), "this one would be used"

@@ -297,13 +297,13 @@ def test_a_poll_reads_only_what_is_new(folder: RunFolder, monkeypatch: pytest.Mo
         counts.append(len(numbered))
         return decode(cls, numbered, **more)
 
-    run = Run().play([("train", 1500)])
+    run = Run().play([("train", 700)])
     for path, data in write(folder, run).items():
         path.write_bytes(data)
     monkeypatch.setattr(view_module, "decode_all", counted)
     reader = RunReader(folder)
     reader.poll()
-    assert sum(counts) == 1500 + 1500 + 1
+    assert sum(counts) == 700 + 700 + 1
     counts.clear()
     for _ in range(10):
         run.train(1)
@@ -312,7 +312,7 @@ def test_a_poll_reads_only_what_is_new(folder: RunFolder, monkeypatch: pytest.Mo
         with folder.ledger.open("ab") as f:
             f.write(encode(vars(run.ledger[-1])))
         view = reader.view()
-    assert (view.history.last, view.ledger_steps) == (record(1510), 1510)
+    assert (view.history.last, view.ledger_steps) == (record(710), 710)
     # One that is over may have a torn last line, which is looked at as well.
     assert sum(counts) == 10 + 10
 
