@@ -40,10 +40,12 @@ class Problem:
 def piece_bytes(left: int) -> int:
     """How many of `left` bytes every reader from the beginning takes at once; 0: fewer than a piece has.
 
-    A piece at the end of a file grows by sixteenths.
+    A piece at the end of a file has two parts, and grows by one: what follows it is never as much as two.
     """
-    part = PIECE_BYTES // 16
-    return PIECE_BYTES if left >= PIECE_BYTES else left // part * part
+    part = PIECE_BYTES // 32
+    if left >= PIECE_BYTES:
+        return PIECE_BYTES
+    return left // part * part if left >= 2 * part else 0
 
 
 def plain(value: Any) -> Any:

@@ -36,10 +36,9 @@ def mtbf(failures: int, exposure_s: float) -> Mtbf:
 def _mean_where(n: int, probability: float) -> float:
     """The mean of a Poisson variable that is at most `n` with this probability; by bisection."""
     low, high = 0.0, n + 10 * math.sqrt(n + 1) + 20
-    for _ in range(100):
-        middle = (low + high) / 2
+    while low < (middle := (low + high) / 2) < high:
         low, high = (middle, high) if _at_most(n, middle) > probability else (low, middle)
-    return (low + high) / 2
+    return middle
 
 
 def _at_most(n: int, mean: float) -> float:

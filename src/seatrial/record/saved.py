@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -59,6 +60,7 @@ def read_checkpoints(
 def _saved_elsewhere(folder: RunFolder, events: Sequence[Event]) -> CheckpointInfo | None:
     """The newest checkpoint saved outside the run folder and not quarantined since."""
     saved: dict[int, CheckpointInfo] = {}
+    name = folder.checkpoints.name
     for event in events:
         step, where = (event.data or {}).get("step"), (event.data or {}).get("folder")
         if not isinstance(step, int):
@@ -68,6 +70,6 @@ def _saved_elsewhere(folder: RunFolder, events: Sequence[Event]) -> CheckpointIn
         elif event.kind == "checkpoint_saved" and isinstance(where, str):
             saved.pop(step, None)
             # Compare the name only: the run folder may have been copied or moved since.
-            if "://" in where or Path(where).parent.name != folder.checkpoints.name:
+            if "://" in where or os.path.basename(os.path.dirname(os.path.normpath(where))) != name:
                 saved[step] = CheckpointInfo(step, where, event.time)
     return saved[max(saved)] if saved else None

@@ -345,7 +345,7 @@ class _Sweep:
             self.training, self.phase = False, UNKNOWN
         self._ended = None
         if end - first > 1:
-            self._median = float(np.median(seconds[1:]))
+            self._median = median(seconds[1:])
         self._to(float(ends[0] - seconds[0]))
         extra = max(0.0, float(ends[0]) - self.at - (self._median or math.inf))
         self._to(self.at + extra, WARM_UP if self.phase == START else None)
@@ -442,6 +442,13 @@ class _Sweep:
                         found = int(np.searchsorted(times, steps.end[at], "right")) - 1
                         blamed = self._bad_step(found) if found >= 0 else -1
                 owners[owners == by] = blamed
+
+
+def median(values: Sequence[float] | NDArray[np.float64]) -> float:
+    """As `np.median`, which first imports `numpy.ma`: 15 ms. NaN if one value is."""
+    n = len(values)
+    ordered = np.partition(values, [(n - 1) // 2, n // 2, n - 1])
+    return math.nan if math.isnan(ordered[-1]) else float(ordered[(n - 1) // 2] + ordered[n // 2]) / 2
 
 
 def timeline(

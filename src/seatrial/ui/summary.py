@@ -303,9 +303,9 @@ def _median(view: RunView, column: str) -> float | None:
     values = view.history.column(column, view.first_generation) or view.history.column(column)
     if not values:
         return None
-    import numpy as np  # slow to import: only for views that need it
+    from seatrial.record.timeline import median  # imports numpy: only for views that need it
 
-    return float(np.median(values))
+    return median(values)
 
 
 def recovery_pairs(view: RunView, now: float | None = None) -> list[Pair]:

@@ -128,7 +128,7 @@ def test_regular_data_is_taken_as_columns() -> None:
 
 def test_kept_columns_are_read_in_place_of_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jsonl, "_BULK_BYTES", 1)
-    monkeypatch.setattr(jsonl, "PIECE_BYTES", 16 * 400)
+    monkeypatch.setattr(jsonl, "PIECE_BYTES", 32 * 200)
     folder = RunFolder(tmp_path)
     for path, data in write(folder, Run().play([("train", 60)])).items():
         path.write_bytes(data)
@@ -147,7 +147,7 @@ def test_kept_columns_are_read_in_place_of_json(tmp_path: Path, monkeypatch: pyt
     assert seen(read_view(folder)) == by_json
     after = len(parsed)
     assert 2 <= after <= 4
-    assert max(map(len, parsed)) < 400 + 300, (
+    assert max(map(len, parsed)) < 200 + 300, (
         "only what follows the last piece of each file: a part and a line"
     )
 
@@ -161,7 +161,7 @@ def test_kept_columns_are_read_in_place_of_json(tmp_path: Path, monkeypatch: pyt
 
 def test_a_piece_that_grows_replaces_its_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jsonl, "_BULK_BYTES", 1)
-    monkeypatch.setattr(jsonl, "PIECE_BYTES", 16 * 400)
+    monkeypatch.setattr(jsonl, "PIECE_BYTES", 32 * 200)
     folder, following = RunFolder(tmp_path), ColumnCacheWriter(RunFolder(tmp_path))
     whole = write(folder, Run().play([("train", 60)]))[folder.metrics]
     files: list[set[Path]] = []
@@ -169,7 +169,7 @@ def test_a_piece_that_grows_replaces_its_columns(tmp_path: Path, monkeypatch: py
         folder.metrics.write_bytes(whole[:end])
         following.poll(0.0)
         files.append(set(folder.columns.glob("*")))
-        assert len(files[-1]) <= end // (16 * 400) + 1, "the shorter one is deleted"
+        assert len(files[-1]) <= end // (32 * 200) + 1, "the shorter one is deleted"
     assert len(set.union(*files)) > 30, "one for each part that was added"
 
 

@@ -18,7 +18,7 @@ from seatrial.record.goodput import CAUSES, LABELS, NOT_FAILED, Goodput, goodput
 from seatrial.record.mtbf import mtbf
 from seatrial.record.stages import STAGES, StageWriter, read_generation
 from seatrial.record.straggling import straggling
-from seatrial.record.timeline import timeline
+from seatrial.record.timeline import median, timeline
 from seatrial.record.view import RunView, read_view
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -256,3 +256,10 @@ def test_a_rank_without_stages_leaves_stragglers_unknown(folder: RunFolder) -> N
     StageWriter(folder, 1, 0, ranks=2, clock="cpu", first_step=1, not_separated={}).close()
     assert straggling(folder, story.log) is None
     assert any("stragglers" in note for note in of(story, folder).notes)
+
+
+@pytest.mark.parametrize(
+    "values", [[3.0], [2.0, 1.0], [5.0, 1.0, 4.0], [1.0, math.nan, 2.0], [*range(9), 0.5]]
+)
+def test_the_median_is_that_of_numpy(values: list[float]) -> None:
+    assert median(values) == pytest.approx(np.median(values), abs=0, nan_ok=True)
