@@ -120,7 +120,8 @@ def steps_of(trial: Trial, generation: int) -> list[int]:
 
 
 def test_killed_preempted_and_resumed_it_is_bit_equal(begin: Begin, on_cpu: Trial) -> None:
-    trial = begin(*JOB, late=True)
+    job = (*JOB, "train.deterministic=true")
+    trial = begin(*job, late=True)
     kill_at_random(trial, 3, seed=1)
     trial.until(lambda: steps_of(trial, 4))
     trial.process.send_signal(signal.SIGTERM)
@@ -129,7 +130,7 @@ def test_killed_preempted_and_resumed_it_is_bit_equal(begin: Begin, on_cpu: Tria
     sources = {event["data"]["source"] for event in trial.events("recovered")}
     assert sources <= {"memory", "fresh"}, "a GPU's ranks are replaced, and go on from their snapshots"
     saved = trial.events("checkpoint_saved")[-1]["data"]["step"]
-    resumed = begin(*JOB, late=True)
+    resumed = begin(*job, late=True)
     code, err = resumed.end()
     assert code == 0, err
     assert resumed.events("resumed")[-1]["data"]["step"] == saved

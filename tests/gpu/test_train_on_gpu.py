@@ -91,3 +91,13 @@ def test_stopped_and_resumed_it_is_the_same_training(tmp_path: Path) -> None:
     assert [m["step"] for m in resumed] == [m["step"] for m in whole]
     for ours, theirs in zip(resumed, whole, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3), ours["step"]
+
+
+def test_deterministic_runs_have_the_same_bits(tmp_path: Path) -> None:
+    found = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        metrics = train(tmp_path / name, "cluster.device=cuda", "train.deterministic=true")
+        found.append([(m["step"], m["loss"], m["grad_norm"]) for m in metrics])
+    assert len(found[0]) == 12
+    assert found[0] == found[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -56,6 +57,14 @@ class Criteria:
     snapshot_every: int
     checkpoint_every: int
     reference: Losses = field(default_factory=dict)
+    # "loss", "gradient norm", "weights" -> relative difference that is allowed in the same layout; missing: none
+    tolerance: Mapping[str, float] = field(default_factory=dict)
+
+
+def relative(ours: float, theirs: float) -> float:
+    """|ours - theirs| / |theirs|; infinity where one of them is not finite."""
+    apart = abs(ours - theirs) / abs(theirs) if theirs else abs(ours - theirs)
+    return 0.0 if ours == theirs else apart if math.isfinite(apart) else math.inf
 
 
 def read_metrics_of(folder: RunFolder) -> tuple[list[MetricsRecord], list[str]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from seatrial.base import units
-from seatrial.drill.evidence import Criteria, Evidence
+from seatrial.drill.evidence import Criteria, Evidence, relative
 from seatrial.drill.expectation import OTHER_WORLD, Expectation
 from seatrial.drill.injection import Injection
 from seatrial.record.events import Event
@@ -86,7 +86,7 @@ def judge(expected: Expectation, evidence: Evidence, criteria: Criteria) -> Judg
         _redone(expected, evidence, criteria),
         _ledger(evidence, criteria),
         _losses(expected, evidence, criteria, different),
-        _weights(expected, evidence),
+        _weights(expected, evidence, criteria),
         _left(evidence),
     ]
     kept = tuple(c for c in checks if c is not None)
@@ -146,9 +146,8 @@ def _differences(evidence: Evidence, criteria: Criteria) -> dict[tuple[int, str]
         for what, ours, theirs in zip(
             ("loss", "gradient norm"), (record.loss, record.grad_norm), criteria.reference[step], strict=True
         ):
-            if ours != theirs:
-                apart = abs(ours - theirs) / abs(theirs) if theirs else abs(ours - theirs)
-                found[step, what] = apart if math.isfinite(apart) else math.inf
+            if apart := relative(ours, theirs):
+                found[step, what] = apart
     return found
 
 
@@ -311,23 +310,30 @@ def _losses(
     if not different:
         return Check("losses", True, f"{criteria.steps} losses and gradient norms bit-equal to the reference")
     shrunk = _shrunk_at(evidence)
-    exact = expected.world == "same"
-    wrong = [
-        (key, apart)
-        for key, apart in different.items()
-        if exact or final[key[0]].time < shrunk or not apart <= OTHER_WORLD[key[1]]
-    ]
+    if expected.world == "same":
+        shrunk = math.inf
+    allowed = {
+        (step, what): _allowed(criteria, what, shrunk=final[step].time >= shrunk) for step, what in different
+    }
+    wrong = [(key, apart) for key, apart in different.items() if not apart <= allowed[key]]
     if wrong:
         (step, what), apart = min(wrong)
-        return Check("losses", False, f"{what} of step {step} differs by {apart:.1e} relative")
+        limit = f", allowed {allowed[step, what]:.2g}" if allowed[step, what] else ""
+        return Check("losses", False, f"{what} of step {step} differs by {apart:.1e} relative{limit}")
     limits = ", ".join(
-        f"{what} {max((v for k, v in different.items() if k[1] == what), default=0.0):.1e} (at most {OTHER_WORLD[what]:g})"
+        f"{what} {apart:.1e} (at most {max(limit for key, limit in allowed.items() if key[1] == what):.2g})"
         for what in ("loss", "gradient norm")
+        if (apart := max((v for k, v in different.items() if k[1] == what), default=0.0))
     )
     return Check("losses", True, f"relative to the reference: {limits}")
 
 
-def _weights(expected: Expectation, evidence: Evidence) -> Check:
+def _allowed(criteria: Criteria, what: str, *, shrunk: bool) -> float:
+    """Relative difference that is allowed, in the same layout or after some steps with fewer replicas."""
+    return max(criteria.tolerance.get(what, 0.0), OTHER_WORLD[what] if shrunk else 0.0)
+
+
+def _weights(expected: Expectation, evidence: Evidence, criteria: Criteria) -> Check:
     difference = evidence.weights
     if difference is None:
         return Check("weights", False, evidence.weights_problem or "there is no last checkpoint to compare")
@@ -339,10 +345,11 @@ def _weights(expected: Expectation, evidence: Evidence) -> Check:
         f"{len(difference.differing)} of {difference.tensors} tensors differ, by {difference.largest:.1e} "
         f"at most ({difference.where})"
     )
-    if expected.world == "same" or math.isinf(_shrunk_at(evidence)):
-        return Check("weights", False, text)
-    text += f", allowed {OTHER_WORLD['weights']:g} of a tensor's 2-norm"
-    return Check("weights", difference.largest <= OTHER_WORLD["weights"], text)
+    shrunk = expected.world != "same" and math.isfinite(_shrunk_at(evidence))
+    allowed = _allowed(criteria, "weights", shrunk=shrunk)
+    if allowed:
+        text += f", allowed {allowed:.2g} of a tensor's 2-norm"
+    return Check("weights", difference.largest <= allowed, text)
 
 
 def _left(evidence: Evidence) -> Check:

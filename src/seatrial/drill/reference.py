@@ -9,13 +9,16 @@ from statistics import median
 
 from seatrial.base.errors import RunFailed
 from seatrial.drill.drill_run import DrillRun, Overdue
-from seatrial.drill.evidence import Losses, losses_of, read_metrics_of
+from seatrial.drill.evidence import Losses, losses_of, read_metrics_of, relative
 from seatrial.drill.run_state import RunState
+from seatrial.drill.weights import compare
 from seatrial.job.changed import Copy
 from seatrial.record.events import read_events
 from seatrial.record.folder import RunFolder
 
 _LIMIT_S = 1800.0
+# Two undisturbed runs are one sample of how far apart runs of the same job end; the next two may be further apart.
+_MARGIN = 10.0
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,27 @@ class Reference:
     step_s: float  # median
     first_step_s: float  # from its first start to the end of its first step
     seconds: float  # of its process from start to end, for the latest start
+    device: str  # of rank 0: "cpu", or the GPU's name
+    again: Reference | None = None  # the same job once more, where its bits may differ
+
+    @property
+    def bits_may_differ(self) -> bool:
+        """Whether the same job may end with other bits: on GPUs, without train.deterministic."""
+        return self.device != "cpu" and not self.copy.job.train.deterministic
+
+    def tolerance(self, steps: int) -> dict[str, float]:
+        """How far, relative, a run of `steps` may be from this one (see Criteria); empty: it must have the same bits.
+
+        Raises Damaged if a checkpoint does not match its manifest.
+        """
+        if self.again is None:
+            return {}
+        pairs = [(self.losses[step], self.again.losses[step]) for step in range(1, steps + 1)]
+        return {
+            "loss": _MARGIN * max(relative(b[0], a[0]) for a, b in pairs),
+            "gradient norm": _MARGIN * max(relative(b[1], a[1]) for a, b in pairs),
+            "weights": _MARGIN * compare(self.again.checkpoint(steps), self.checkpoint(steps)).largest,
+        }
 
     def checkpoint(self, step: int) -> Path:
         """The folder of its checkpoint of `step`."""
@@ -73,6 +97,7 @@ def run_reference(
         step_s=median(r.step_time_s for r in records),
         first_step_s=min(r.time for r in records) - min(e.time for e in events),
         seconds=run.seconds,
+        device=next((str(e.data.get("device")) for e in events if e.kind == "device" and e.data), "cpu"),
     )
 
 

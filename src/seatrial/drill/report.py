@@ -50,6 +50,7 @@ def document(drill: Drill, seconds: float) -> dict[str, Any]:
         "references": [
             {
                 "folder": str(reference.folder.path),
+                "again": None if reference.again is None else str(reference.again.folder.path),
                 "layout": reference.copy.job.layout.as_dict(),
                 "steps": reference.steps,
                 "median_step_s": reference.step_s,

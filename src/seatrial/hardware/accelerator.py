@@ -6,12 +6,14 @@ an event recorded after it in the same stream has been passed. Imported only by 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from seatrial.base.errors import InputError
 from seatrial.hardware.devices import Device
 
 _PORTABLE = 1  # cudaHostRegisterPortable
@@ -30,6 +32,25 @@ def claim(kind: str, index: int) -> torch.device:
     device = torch.device(kind, index)
     torch.accelerator.set_device_index(device)
     return device
+
+
+def make_deterministic() -> None:
+    """Only operators that give the same bits each time; one that cannot raises RuntimeError. Before the first use of CUDA.
+
+    torch then leaves out cuDNN's attention and NCCL's reductions in the switch (NVLS). In NCCL's trees the order of a sum is
+    NCCL's choice, in a ring it follows from the ranks' order. Raises InputError if the environment chooses another algorithm.
+    """
+    algorithm = os.environ.setdefault("NCCL_ALGO", "Ring")
+    if algorithm.lower() != "ring":
+        raise InputError(
+            f"NCCL_ALGO={algorithm} does not fix the order in which ranks are summed, as train.deterministic needs",
+            hint="unset it, or set it to Ring",
+        )
+    # Otherwise cuBLAS may split a product differently from call to call.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    # A debugging aid, which writes to all memory that is allocated. A property that mypy does not see.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def is_accelerator(device: torch.device) -> bool:

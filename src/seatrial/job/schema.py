@@ -334,6 +334,10 @@ class TrainSection(Section):
         "each microbatch: less memory, more communication; auto: the planner chooses",
     )
     compile: bool = Field(default=False, description="torch.compile of each decoder layer")
+    deterministic: bool = Field(
+        default=False,
+        description="only kernels and reductions that give the same bits every time: slower on GPUs; CPU ranks are so anyway",
+    )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
         default=1234, description="of the weights and of the order of the data"
     )

@@ -202,6 +202,8 @@ def timeout_of(job: Job) -> timedelta:
 def enter(job: Job, place: RankEnvironment, store: Store | None = None) -> Mesh:
     """Join the process group (see `join`), build the mesh of the job's layout, and seed torch; returns the mesh."""
     timeout = timeout_of(job)
+    if job.train.deterministic and place.device != "cpu":
+        accelerator.make_deterministic()
     mesh = build_mesh(job.layout, join(place, timeout, store), timeout)
     torch.manual_seed(job.train.seed + mesh.rank)
     return mesh

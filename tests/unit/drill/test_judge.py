@@ -318,6 +318,22 @@ def test_beyond_its_tolerance_a_tensor_fails(story: Story) -> None:
     assert story.judged(SHRUNK).verdict == "FAIL"
 
 
+@pytest.mark.parametrize(("apart", "verdict"), [(9e-7, "PASS"), (1.1e-6, "FAIL")])
+def test_where_bits_may_differ_a_tolerance_holds(story: Story, apart: float, verdict: str) -> None:
+    story.criteria = replace(story.criteria, tolerance={"loss": 1e-6, "gradient norm": 1e-5, "weights": 1e-4})
+    story.more["weights"] = Difference(40, ["model/a"], [], 9e-5, "model/a")
+    change_record(story, -1, loss=loss(STEPS) * (1 + apart), grad_norm=2.0 / STEPS * (1 + 9 * apart))
+    result = story.judged()
+    assert result.verdict == verdict, result.why()
+    assert "allowed 1e-06" in result.why() or verdict == "PASS"
+
+
+def test_a_tensor_beyond_the_tolerance_fails(story: Story) -> None:
+    story.criteria = replace(story.criteria, tolerance={"weights": 1e-4})
+    story.more["weights"] = Difference(40, ["model/a"], [], 2e-4, "model/a")
+    assert story.judged().why().endswith("(model/a), allowed 0.0001 of a tensor's 2-norm")
+
+
 def test_before_it_shrank_the_bits_must_be_the_same(story: Story) -> None:
     shrink(story)
     change_record(story, 2, loss=loss(3) * (1 + 1e-9))

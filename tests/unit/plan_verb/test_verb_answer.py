@@ -165,6 +165,14 @@ def test_unknown_stays_unknown() -> None:
     assert told.carried.a_gpu > 0
 
 
+def test_the_cost_of_deterministic_kernels_is_said_to_be_unknown() -> None:
+    of = job("llama3-8b-h100", "train.deterministic=true")
+    told = answer(of, place_of(of), Wishes(look_further=False))
+    assert [text for text in told.provenance if "never measured" in text and "deterministic" in text]
+    assert told.own.prediction is not None
+    assert not any("deterministic" in text for text in small().provenance)
+
+
 def test_a_stated_gpu_is_planned_like_one_of_the_catalogue() -> None:
     """The figures of an H100 by hand: another name, so no pace of its own, and waves of its processors are not counted."""
     base = small().job

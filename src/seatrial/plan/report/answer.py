@@ -29,6 +29,7 @@ from seatrial.plan.search.search import Choice, Found, limit, own_recipe, search
 
 # Rate of shared storage if not measured. It decides how long a checkpoint write takes, and little else: see `slow`.
 STORAGE_GB_S = 20.0
+DETERMINISTIC_SOURCE = "train.deterministic: what it costs was never measured and is not in the prediction; attention runs without cuDNN"
 STORAGE_SOURCE = "assumption"
 # A tenth of that rate shows how much a wrong assumption matters.
 _SLOW = 0.1
@@ -190,7 +191,7 @@ def answer(
         best_scaled=best,
         advice=more if w.look_further else None,
         targets=entries,
-        provenance=_provenance(job.architecture, mine, found, ending, place),
+        provenance=_provenance(job, mine, found, ending, place),
         beyond=beyond,
     )
 
@@ -295,7 +296,7 @@ def _ending(
 
 
 def _provenance(
-    model: Architecture, mine: JobEstimate, found: Found | None, ending: RunForecast | None, place: Hardware
+    job: Job, mine: JobEstimate, found: Found | None, ending: RunForecast | None, place: Hardware
 ) -> tuple[str, ...]:
     sources = place.provenance
     if mine.prediction is not None:
@@ -303,7 +304,9 @@ def _provenance(
         chosen = () if found is None else tuple(c.recipe for c in found.choices)
         if any(r.async_tensor for r in (mine.recipe, *chosen)):
             sources += (OVERLAP_SOURCE,)
-        if short := too_short(model, mine.recipe, mine.prediction):
+        if job.train.deterministic:
+            sources += (DETERMINISTIC_SOURCE,)
+        if short := too_short(job.architecture, mine.recipe, mine.prediction):
             sources += (f"{short}; {SHORTEST_SOURCE}",)
     if ending is not None:
         sources += (
