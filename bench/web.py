@@ -6,7 +6,7 @@ The folder is that of bench/month.py, created in FOLDER (default: a temporary on
 this process holds its lock and adds a step per second while browsers watch. Printed are wall-clock time and CPU
 time of the measured process, which depends less on other load: limits apply to CPU time if the machine is
 overloaded, which the table notes. A cold server has just started listening. `--live`: turns of a small run of one
-rank with a server and 50 streams at nice 19, running and stopped; turns are short, as the machine's speed drifts. The table is also appended to bench/LOG.md.
+rank with a server and 50 streams at nice 19, running and stopped. The table is also appended to bench/LOG.md.
 """
 
 from __future__ import annotations
@@ -365,7 +365,7 @@ def live(turns: int, seconds: float) -> list[Row]:
                     for watched in (False, True) if turn % 2 else (True, False):
                         for process in (served.process, crowd):
                             process.send_signal(signal.SIGCONT if watched else signal.SIGSTOP)
-                        time.sleep(0.3)  # what was missed is caught up with
+                        time.sleep(1.0)  # what was missed is caught up with
                         before, began = served.cpu(), time.monotonic()
                         found[watched] = mean_step(run, seconds)
                         if watched:
@@ -374,16 +374,11 @@ def live(turns: int, seconds: float) -> list[Row]:
                     times.append(found[False])
                 for process in (served.process, crowd):
                     process.send_signal(signal.SIGCONT)
-    logs.sort()
-    ratio = math.exp(statistics.median(logs))
-    # By order statistics, whatever the distribution: other programs on the machine make single turns up to 20 % slower.
-    end = max(0, math.floor(turns / 2 - 0.98 * math.sqrt(turns)))
-    low, high = math.exp(logs[end]), math.exp(logs[-1 - end])
-    what = f"step of a live run watched by {BROWSERS} to one unwatched"
+    ratio, error = math.exp(statistics.mean(logs)), statistics.stdev(logs) / math.sqrt(turns)
+    spread = f"standard error {error:.4f}, {turns} turns of {seconds:.0f} s, steps of {statistics.median(times):.3f} s"
     return [
-        Row(f"{what}, median of {turns} turns of {seconds:g} s, steps of {statistics.median(times):.3f} s", ratio, None,
-            None, "ratio"),
-        Row(f"{what}, 95 % interval of the median from {low:.4f} to", high, None, LIMITS["ratio"], "ratio"),
+        Row(f"step of a live run watched by {BROWSERS} to one unwatched, mean ({spread})", ratio, None,
+            LIMITS["ratio"], "ratio"),
         Row("CPU seconds a second of its server", statistics.mean(shares), None, None, "ratio"),
     ]  # fmt: skip
 
@@ -412,9 +407,9 @@ def main() -> int:
     )
     parser.add_argument("--root", type=Path)
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--live", type=int, default=150, help="turns of the live run; 0: none")
+    parser.add_argument("--live", type=int, default=40, help="turns of the live run; 0: none")
     parser.add_argument(
-        "--seconds", type=float, default=1.0, help="of such a turn, watched and unwatched each"
+        "--seconds", type=float, default=4.0, help="of such a turn, watched and unwatched each"
     )
     parser.add_argument("--note", default="", help="a sentence for the log")
     options = parser.parse_args()

@@ -174,7 +174,7 @@ class Drill:
                 overdue = True
         finally:
             run.close()
-        difference, tolerance, problem = self._compare(run, reference, plan.steps)
+        difference, problem = self._compare(run, reference, plan.steps)
         evidence = read_evidence(
             run.folder,
             run.injections,
@@ -190,23 +190,21 @@ class Drill:
             snapshot_every=_copied_every(copy.job, node_lost=bool(scenario.expect.replaced)),
             checkpoint_every=plan.cadence.checkpoint,
             reference=reference.losses,
-            tolerance=tolerance,
+            tolerance=reference.tolerance(plan.steps),
         )
         judgement = judge(scenario.expect, evidence, criteria)
         return Result(scenario, judgement, run.seconds, run.folder.path, copy.changes, tuple(run.injections))
 
     def _compare(
         self, run: DrillRun, reference: Reference, steps: int
-    ) -> tuple[weights.Difference | None, dict[str, float], str]:
-        """(difference of the last checkpoints, what is allowed, why there is none)."""
+    ) -> tuple[weights.Difference | None, str]:
         ours = run.folder.checkpoints / f"step-{steps:08d}"
         if not ours.is_dir():
-            return None, {}, f"there is no {ours.name}"
+            return None, f"there is no {ours.name}"
         try:
-            difference = weights.compare(ours, reference.checkpoint(steps))
-            return difference, reference.tolerance(steps), ""
+            return weights.compare(ours, reference.checkpoint(steps)), ""
         except (Damaged, OSError) as error:
-            return None, {}, error.message if isinstance(error, SeatrialError) else str(error)
+            return None, error.message if isinstance(error, SeatrialError) else str(error)
 
     def _planted(self, scenario: Scenario, job: Job, plan: Plan) -> list[Planted]:
         return [
@@ -285,11 +283,12 @@ class Drill:
         if known is not None:
             copy = longer(known, copy)
         reference = self._undisturbed(name, copy)
-        if reference.bits_may_differ:
+        if reference.device != "cpu":
             again = replace(copy.job, file=copy.job.file.model_copy(update={"name": f"{name}-again"}))
             reference = replace(
                 reference, again=self._undisturbed(f"{name}-again", Copy(again, copy.changes))
             )
+            reference.judge_again()
         self.references[replicas] = reference
         return reference
 

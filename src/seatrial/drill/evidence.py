@@ -57,8 +57,8 @@ class Criteria:
     snapshot_every: int
     checkpoint_every: int
     reference: Losses = field(default_factory=dict)
-    # "loss", "gradient norm", "weights" -> relative difference that is allowed in the same layout; missing: none
-    tolerance: Mapping[str, float] = field(default_factory=dict)
+    # (step, "loss", "gradient norm" or "weights") -> relative difference allowed in the same layout; missing: none
+    tolerance: Mapping[tuple[int, str], float] = field(default_factory=dict)
 
 
 def relative(ours: float, theirs: float) -> float:

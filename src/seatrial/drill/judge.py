@@ -312,9 +312,7 @@ def _losses(
     shrunk = _shrunk_at(evidence)
     if expected.world == "same":
         shrunk = math.inf
-    allowed = {
-        (step, what): _allowed(criteria, what, shrunk=final[step].time >= shrunk) for step, what in different
-    }
+    allowed = {key: _allowed(criteria, *key, shrunk=final[key[0]].time >= shrunk) for key in different}
     wrong = [(key, apart) for key, apart in different.items() if not apart <= allowed[key]]
     if wrong:
         (step, what), apart = min(wrong)
@@ -328,9 +326,9 @@ def _losses(
     return Check("losses", True, f"relative to the reference: {limits}")
 
 
-def _allowed(criteria: Criteria, what: str, *, shrunk: bool) -> float:
+def _allowed(criteria: Criteria, step: int, what: str, *, shrunk: bool) -> float:
     """Relative difference that is allowed, in the same layout or after some steps with fewer replicas."""
-    return max(criteria.tolerance.get(what, 0.0), OTHER_WORLD[what] if shrunk else 0.0)
+    return max(criteria.tolerance.get((step, what), 0.0), OTHER_WORLD[what] if shrunk else 0.0)
 
 
 def _weights(expected: Expectation, evidence: Evidence, criteria: Criteria) -> Check:
@@ -346,10 +344,10 @@ def _weights(expected: Expectation, evidence: Evidence, criteria: Criteria) -> C
         f"at most ({difference.where})"
     )
     shrunk = expected.world != "same" and math.isfinite(_shrunk_at(evidence))
-    allowed = _allowed(criteria, "weights", shrunk=shrunk)
+    allowed = _allowed(criteria, criteria.steps, "weights", shrunk=shrunk)
     if allowed:
         text += f", allowed {allowed:.2g} of a tensor's 2-norm"
-    return Check("weights", difference.largest <= allowed, text)
+    return Check("weights", 0.0 < allowed >= difference.largest, text)  # without a tolerance -0.0 is not 0.0
 
 
 def _left(evidence: Evidence) -> Check:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from statistics import median
 
@@ -18,7 +19,8 @@ from seatrial.record.folder import RunFolder
 
 _LIMIT_S = 1800.0
 # Two undisturbed runs are one sample of how far apart runs of the same job end; the next two may be further apart.
-_MARGIN = 10.0
+MARGIN = 10.0
+_MOST = 0.1  # of anything; a tensor of zeros is 1 away
 
 
 @dataclass(frozen=True)
@@ -33,30 +35,51 @@ class Reference:
     first_step_s: float  # from its first start to the end of its first step
     seconds: float  # of its process from start to end, for the latest start
     device: str  # of rank 0: "cpu", or the GPU's name
-    again: Reference | None = None  # the same job once more, where its bits may differ
-
-    @property
-    def bits_may_differ(self) -> bool:
-        """Whether the same job may end with other bits: on GPUs, without train.deterministic."""
-        return self.device != "cpu" and not self.copy.job.train.deterministic
-
-    def tolerance(self, steps: int) -> dict[str, float]:
-        """How far, relative, a run of `steps` may be from this one (see Criteria); empty: it must have the same bits.
-
-        Raises Damaged if a checkpoint does not match its manifest.
-        """
-        if self.again is None:
-            return {}
-        pairs = [(self.losses[step], self.again.losses[step]) for step in range(1, steps + 1)]
-        return {
-            "loss": _MARGIN * max(relative(b[0], a[0]) for a, b in pairs),
-            "gradient norm": _MARGIN * max(relative(b[1], a[1]) for a, b in pairs),
-            "weights": _MARGIN * compare(self.again.checkpoint(steps), self.checkpoint(steps)).largest,
-        }
+    again: Reference | None = None  # the same job once more, on GPUs
 
     def checkpoint(self, step: int) -> Path:
         """The folder of its checkpoint of `step`."""
         return self.folder.checkpoints / f"step-{step:08d}"
+
+    def apart(self, steps: int) -> dict[tuple[int, str], float]:
+        """(step, what) -> relative difference of two undisturbed runs up to then; empty if there is one.
+
+        What: "loss" and "gradient norm" of each step, "weights" of the checkpoint of step `steps`. Raises Damaged if that does
+        not match its manifest.
+        """
+        found: dict[tuple[int, str], float] = {}
+        if self.again is None:
+            return found
+        for step in range(1, steps + 1):
+            pairs = zip(("loss", "gradient norm"), self.again.losses[step], self.losses[step], strict=True)
+            for what, ours, theirs in pairs:
+                found[step, what] = max(found.get((step - 1, what), 0.0), relative(ours, theirs))
+        found[steps, "weights"] = _weights_apart(self.again.checkpoint(steps), self.checkpoint(steps))
+        return found
+
+    def tolerance(self, steps: int) -> dict[tuple[int, str], float]:
+        """How far a run of `steps` may be from this one (see Criteria)."""
+        return {key: MARGIN * apart for key, apart in self.apart(steps).items()}
+
+    def judge_again(self) -> None:
+        """Raise RunFailed if the two undisturbed runs are too far apart to compare other runs with them."""
+        (_, what), apart = max(self.apart(self.steps).items(), key=lambda item: item[1])
+        text = f"two undisturbed copies of the job differ by {apart:.1e} relative in {what}"
+        if self.copy.job.train.deterministic and apart:
+            raise RunFailed(
+                f"{text}, with train.deterministic", hint="drill it with --set train.deterministic=false"
+            )
+        if apart * MARGIN > _MOST:
+            raise RunFailed(
+                f"{text}: comparing other runs with them would prove nothing",
+                hint="drill it with --set train.deterministic=true, or with a smaller --set optimizer.lr",
+            )
+
+
+@cache
+def _weights_apart(ours: Path, theirs: Path) -> float:
+    """Compared once: every scenario needs it."""
+    return compare(ours, theirs).largest
 
 
 def run_reference(

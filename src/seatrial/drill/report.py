@@ -17,6 +17,7 @@ from seatrial.base.atomic import write_json, write_text
 from seatrial.drill.conduct import Drill, Result
 from seatrial.drill.expectation import OTHER_WORLD
 from seatrial.drill.judge import Judgement
+from seatrial.drill.reference import MARGIN, Reference
 from seatrial.record.folder import RunFolder
 from seatrial.record.running import running
 
@@ -51,6 +52,7 @@ def document(drill: Drill, seconds: float) -> dict[str, Any]:
             {
                 "folder": str(reference.folder.path),
                 "again": None if reference.again is None else str(reference.again.folder.path),
+                "apart": _apart(reference),
                 "layout": reference.copy.job.layout.as_dict(),
                 "steps": reference.steps,
                 "median_step_s": reference.step_s,
@@ -60,6 +62,12 @@ def document(drill: Drill, seconds: float) -> dict[str, Any]:
         ],
         "scenarios": [_scenario(result) for result in drill.results],
     }
+
+
+def _apart(reference: Reference) -> dict[str, float]:
+    """How far two undisturbed runs are apart at the end of all steps; empty if there is one."""
+    found = reference.apart(reference.steps)
+    return {what: apart for (step, what), apart in found.items() if step == reference.steps}
 
 
 def _scenario(result: Result) -> dict[str, Any]:
@@ -133,6 +141,12 @@ def markdown(drill: Drill, seconds: float) -> str:
         "loss and gradient norm against the run that never failed; equal means the same bits.",
         "",
     ]
+    for reference in drill.references.values():
+        if apart := ", ".join(f"{what} {value:.1e}" for what, value in _apart(reference).items()):
+            lines += [
+                f"{reference.folder.path.name}: two undisturbed runs differ by (relative) {apart}; allowed are {MARGIN:g} times these.",
+                "",
+            ]
     for result in drill.results:
         lines += [
             f"## {result.scenario.name}: {result.judgement.verdict}",

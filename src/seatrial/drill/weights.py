@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ class Difference:
     tensors: int
     differing: list[str] = field(default_factory=list)  # not bit-equal
     missing: list[str] = field(default_factory=list)  # in only one of them, or of different shape or dtype
-    largest: float = 0.0  # of |a - b| / |b| in any tensor, with the 2-norm
+    largest: float = (
+        0.0  # of |a - b| / |b| in any tensor, with the 2-norm; infinity if it has integers, or is not finite
+    )
     where: str = ""
 
     @property
@@ -52,7 +55,7 @@ def compare(ours: Path, theirs: Path) -> Difference:
                 continue
             differing.append(key)
             distance = _distance(one, other)
-            if not distance <= largest:  # also NaN
+            if distance > largest:
                 largest, where = distance, key
     return Difference(len(keys_a & keys_b), differing, missing, largest, where)
 
@@ -62,10 +65,13 @@ def _content(manifest: Manifest) -> list[tuple[str, list[str]]]:
 
 
 def _distance(one: np.ndarray, other: np.ndarray) -> float:
+    if one.dtype.kind in "iub":  # counters, states of random generators
+        return math.inf
     x, y = one.astype(np.float64), other.astype(np.float64)
     size = float(np.linalg.norm(y))
     apart = float(np.linalg.norm(x - y))
-    return apart / size if size else apart
+    distance = apart / size if size else apart
+    return distance if math.isfinite(distance) else math.inf
 
 
 class _Files:

@@ -40,7 +40,7 @@ def make_deterministic() -> None:
     torch then leaves out cuDNN's attention and NCCL's reductions in the switch (NVLS). In NCCL's trees the order of a sum is
     NCCL's choice, in a ring it follows from the ranks' order. Raises InputError if the environment chooses another algorithm.
     """
-    algorithm = os.environ.setdefault("NCCL_ALGO", "Ring")
+    algorithm = os.environ["NCCL_ALGO"] = os.environ.get("NCCL_ALGO") or "Ring"
     if algorithm.lower() != "ring":
         raise InputError(
             f"NCCL_ALGO={algorithm} does not fix the order in which ranks are summed, as train.deterministic needs",

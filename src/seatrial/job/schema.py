@@ -336,7 +336,7 @@ class TrainSection(Section):
     compile: bool = Field(default=False, description="torch.compile of each decoder layer")
     deterministic: bool = Field(
         default=False,
-        description="only kernels and reductions that give the same bits every time: slower on GPUs; CPU ranks are so anyway",
+        description="only kernels and reductions that give the same bits every time, for GPUs; CPU ranks are so anyway",
     )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
         default=1234, description="of the weights and of the order of the data"

@@ -228,6 +228,7 @@ class Tail:
                 elif reason is not None:
                     self.problems.append(Problem(self.path.name, number, f"not {self.noun} ({reason})"))
             self._lines += self._numbered * len(lines)
+            del lines  # as long as the caller works
             yield values
 
     def rest(self) -> list[tuple[int, dict[str, Any]]]:
@@ -245,7 +246,7 @@ class Tail:
         return []
 
     def _read(self, data: bytearray, *, torn: bool = False) -> bool:
-        """Replace `data`, in its own memory, by the next complete lines, or with `torn` by all that follows. False: nothing.
+        """Replace `data`, in its own memory, by the next complete lines, or with `torn` by what follows. False: nothing.
 
         New memory for each piece costs more than reading it.
         """
@@ -264,7 +265,7 @@ class Tail:
                             f.readline(_LONGEST_LINE)  # skip the rest of a partial line
                             self._offset, self._numbered = f.tell(), 0
                 f.seek(self._offset)
-                left = status.st_size - self._offset
+                left = max(0, status.st_size - self._offset)  # what was appended since is read next time
                 size = piece_bytes(left) or left
                 del data[size:]
                 data.extend(bytes(size - len(data)))

@@ -31,32 +31,41 @@ class ColumnCacheWriter:
             (folder.metrics, MetricsRecord): _Cached(),
             (folder.ledger, LedgerRecord): _Cached(),
         }
+        self._stale = set(folder.columns.glob("*"))  # of an earlier process, and not found again yet
 
     def poll(self, now: float) -> None:
         """Cache pieces that are new or have grown. Without a cache, readers parse the file."""
+        behind = False
         for (path, cls), cached in list(self._files.items()):
             try:
-                self._add(path, cls, cached)
+                behind |= self._add(path, cls, cached)
             except FileNotFoundError:  # no step yet
                 continue
             except OSError as error:
                 complain(f"column cache of {path.name} not written: {error}")
                 del self._files[path, cls]
+        if not behind:
+            for file in self._stale:
+                file.unlink(missing_ok=True)
+            self._stale.clear()
 
-    def _add(self, path: Path, cls: Any, cached: _Cached) -> None:
+    def _add(self, path: Path, cls: Any, cached: _Cached) -> bool:
+        """Whether a whole piece was cached, after which there may be more."""
         size = jsonl.piece_bytes(path.stat().st_size - cached.offset)
         if size <= 0 or size == cached.size:
-            return
+            return False
         cached.size = size
         found = bulk.keep(cls, path, cached.offset, size, self._columns)
         if found is None:  # a line longer than that; readers take a longer piece
-            return
+            return False
         end, file = found
-        if cached.file is not None:
+        self._stale.discard(file)
+        if cached.file is not None and cached.file != file:  # the same if only a part of a line was added
             cached.file.unlink(missing_ok=True)
         cached.file = file
         if size == jsonl.PIECE_BYTES:
             cached.offset, cached.size, cached.file = end, 0, None
+        return size == jsonl.PIECE_BYTES
 
     def close(self, until: float) -> None:
         """Nothing to do: readers parse what is not cached."""

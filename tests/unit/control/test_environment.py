@@ -53,6 +53,16 @@ def test_ranks_on_gpus() -> None:
     assert "the route to n2" in by_name(CUDA)["NCCL_SOCKET_IFNAME"].reason
 
 
+def test_deterministic_ranks_on_gpus() -> None:
+    def more(facts: Facts) -> dict[str, str]:
+        plain = assignments(node_variables(facts, {}))
+        key = assignments(node_variables(dataclasses.replace(facts, deterministic=True), {}))
+        return {name: value for name, value in key.items() if name not in plain}
+
+    assert more(CUDA) == {"NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    assert more(CPU) == {}
+
+
 def test_ranks_on_cpu_have_one_thread_whatever_the_user_sets() -> None:
     variables = by_name(CPU, {"OMP_NUM_THREADS": "5"})
     assert {name: v.value for name, v in variables.items()} == {

@@ -320,7 +320,14 @@ def test_beyond_its_tolerance_a_tensor_fails(story: Story) -> None:
 
 @pytest.mark.parametrize(("apart", "verdict"), [(9e-7, "PASS"), (1.1e-6, "FAIL")])
 def test_where_bits_may_differ_a_tolerance_holds(story: Story, apart: float, verdict: str) -> None:
-    story.criteria = replace(story.criteria, tolerance={"loss": 1e-6, "gradient norm": 1e-5, "weights": 1e-4})
+    story.criteria = replace(
+        story.criteria,
+        tolerance={
+            (STEPS, "loss"): 1e-6,
+            (STEPS, "gradient norm"): 1e-5,
+            (STEPS, "weights"): 1e-4,
+        },
+    )
     story.more["weights"] = Difference(40, ["model/a"], [], 9e-5, "model/a")
     change_record(story, -1, loss=loss(STEPS) * (1 + apart), grad_norm=2.0 / STEPS * (1 + 9 * apart))
     result = story.judged()
@@ -329,7 +336,7 @@ def test_where_bits_may_differ_a_tolerance_holds(story: Story, apart: float, ver
 
 
 def test_a_tensor_beyond_the_tolerance_fails(story: Story) -> None:
-    story.criteria = replace(story.criteria, tolerance={"weights": 1e-4})
+    story.criteria = replace(story.criteria, tolerance={(STEPS, "weights"): 1e-4})
     story.more["weights"] = Difference(40, ["model/a"], [], 2e-4, "model/a")
     assert story.judged().why().endswith("(model/a), allowed 0.0001 of a tensor's 2-norm")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from pathlib import Path
 
@@ -90,12 +91,13 @@ def test_zeroes_of_two_signs_differ(tmp_path: Path) -> None:
 def test_nan_is_further_than_anything(tmp_path: Path) -> None:
     spoiled = WHOLE.clone()
     spoiled[0, 0] = float("nan")
-    assert compare(save(tmp_path / "a", spoiled), save(tmp_path / "b")).largest != 0.0
+    assert compare(save(tmp_path / "a", spoiled), save(tmp_path / "b")).largest == math.inf
 
 
 def test_another_random_state_counts_in_the_same_layout(tmp_path: Path) -> None:
     found = compare(save(tmp_path / "a", random_state=1), save(tmp_path / "b"))
     assert found.differing == ["rng/cpu/0", "rng/cpu/1"]
+    assert found.largest == math.inf, "no tolerance is for that"
 
 
 def test_damage_is_no_difference_but_damage(tmp_path: Path) -> None:

@@ -171,6 +171,14 @@ def test_a_piece_that_grows_replaces_its_columns(tmp_path: Path, monkeypatch: py
         files.append(set(folder.columns.glob("*")))
         assert len(files[-1]) <= end // (32 * 200) + 1, "the shorter one is deleted"
     assert len(set.union(*files)) > 30, "one for each part that was added"
+    assert len(keep_all(folder)) == len(files[-1]), "another process keeps the same"
+    with folder.metrics.open("ab") as f:
+        f.write(b'{"step":' + b" " * 450)  # torn: the lines before are the same
+    following.poll(0.0)
+    assert set(folder.columns.glob("*")) == files[-1]
+    with folder.metrics.open("ab") as f:
+        f.write(b"1}\n" + whole[:2000])
+    assert files[-1] - set(keep_all(folder)), "what another process had of a piece that grew is deleted"
 
 
 def test_a_ledger_of_an_older_version_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,7 @@ class Facts:
     collective_timeout_s: int
     dumps: str  # path of the flight recorder's files, to which the rank's number is appended
     ports: Ports
+    deterministic: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,5 +128,16 @@ def _defaults(facts: Facts) -> Iterator[tuple[str, str, str]]:
         "1",
         "collectives that overlap compute get SMs before the next compute blocks",
     )
+    if facts.deterministic:
+        yield (
+            "NCCL_ALGO",
+            "Ring",
+            "train.deterministic: in trees and in the switch (NVLS) the order of a sum may vary",
+        )
+        yield (
+            "CUBLAS_WORKSPACE_CONFIG",
+            ":4096:8",
+            "train.deterministic: cuBLAS computes a product in the same way each time",
+        )
     expandable = "freed memory of one size can be reused for another: less fragmentation"
     yield "PYTORCH_ALLOC_CONF", "expandable_segments:True", expandable

@@ -113,6 +113,7 @@ class AgentSpec:
             collective_timeout_s=job.collective_timeout_s,
             dumps=str(self.log.with_name("flight-rank")),
             ports=ports,
+            deterministic=job.train.deterministic,
         )
         entries = [f"InfiniBand and RoCE: {ports.reason}", *transport_facts()] if cuda else []
         return NodeEnvironment(node_variables(facts, yours), gpus, entries)

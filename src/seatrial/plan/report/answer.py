@@ -29,7 +29,7 @@ from seatrial.plan.search.search import Choice, Found, limit, own_recipe, search
 
 # Rate of shared storage if not measured. It decides how long a checkpoint write takes, and little else: see `slow`.
 STORAGE_GB_S = 20.0
-DETERMINISTIC_SOURCE = "train.deterministic: what it costs was never measured and is not in the prediction; attention runs without cuDNN"
+DETERMINISTIC_SOURCE = "train.deterministic: its cost is in the prediction only if a run with it was measured; attention runs without cuDNN"
 STORAGE_SOURCE = "assumption"
 # A tenth of that rate shows how much a wrong assumption matters.
 _SLOW = 0.1

@@ -80,7 +80,7 @@ def paces(
         if without is not None and candidate.path.is_relative_to(without):
             continue
         try:
-            run = _read(candidate, gpu, name)
+            run = _read(candidate, gpu, name, job.train.deterministic)
             stack, pace = _pace(run, gpu, apply)
         except _UnusableError as error:
             unused.append(f"run {name}: {error}")
@@ -111,7 +111,7 @@ def _same_model(folder: Path, job: Job) -> Iterator[RunFolder]:
         yield run
 
 
-def _read(folder: RunFolder, gpu: Gpu, name: str) -> _Run:
+def _read(folder: RunFolder, gpu: Gpu, name: str, deterministic: bool) -> _Run:
     events, _ = read_events(folder)
     device = next((e.data for e in reversed(events) if e.kind == "device" and e.data), {})
     ran_on = find_gpu(str(device.get("device")))
@@ -121,6 +121,8 @@ def _read(folder: RunFolder, gpu: Gpu, name: str) -> _Run:
         job = load_job(folder.job_toml)
     except InputError as error:
         raise _UnusableError(f"its job.toml cannot be read: {error.diagnostics[0].message}") from None
+    if job.train.deterministic != deterministic:
+        raise _UnusableError(f"train.deterministic = {str(job.train.deterministic).lower()} there")
     began = max((e.generation for e in events if e.kind == "run_started"), default=0)
     records = [r for r in recent_metrics(folder, NEWEST_STEPS) if r.generation >= began]
     steady = _steady(records, job.layout.world_size)
