@@ -19,7 +19,7 @@ from seatrial.hardware.mfu import mfu
 from seatrial.job import Job
 from seatrial.model.decoder import MLP, Attention
 from seatrial.parallel.build import ParallelModel
-from seatrial.parallel.overlap_grad import ScatteringLinear
+from seatrial.parallel.overlap_grad import RowParallelLinear
 from seatrial.record.metrics import MetricsRecord
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -99,7 +99,7 @@ class OwnTime:
                     (block.self_attn, block.self_attn.o_proj),
                     (block.mlp, block.mlp.down_proj),
                 ):
-                    if isinstance(last, ScatteringLinear):
+                    if isinstance(last, RowParallelLinear):
                         self._span_between(first, last)
                     else:
                         self._span(first, last)
@@ -121,7 +121,7 @@ class OwnTime:
         self._handles.append(first.register_forward_pre_hook(lambda *_: self.start()))
         self._handles.append(last.register_forward_hook(lambda *_: self.stop(), prepend=True))
 
-    def _span_between(self, module: Attention | MLP, last: ScatteringLinear) -> None:
+    def _span_between(self, module: Attention | MLP, last: RowParallelLinear) -> None:
         project = module.project
 
         def projected(x_BtD: Tensor, *linears: nn.Module) -> Sequence[Tensor]:
