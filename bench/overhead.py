@@ -80,7 +80,7 @@ class HandWritten:
 def train_one(loop: Loop, step: int) -> None:
     """A step of `Loop.run` without a save."""
     loop._start(step)
-    loop._read_results(leave=loop._ahead)
+    loop._read_results(leave=loop._max_in_flight)
 
 
 def main() -> int:

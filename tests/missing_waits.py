@@ -15,7 +15,7 @@ from seatrial.train import step as steps
 from seatrial.train.checkpointing import snapshot
 from seatrial.train.checkpointing.snapshot import Snapshots
 from seatrial.train.loop import Loop
-from seatrial.train.meter import OwnTime
+from seatrial.train.meter import ComputeTimer
 from seatrial.train.step import StepResult
 
 Patch = Callable[[Any, str, Any], None]  # as `setattr`
@@ -97,15 +97,15 @@ def time_of_stages_is_read_too_early(patch: Patch) -> None:
     patch(StageClock, "_read_marks", early)
 
 
-def own_time_is_read_too_early(patch: Patch) -> None:
-    take = OwnTime.take
+def compute_time_is_read_too_early(patch: Patch) -> None:
+    read = ComputeTimer.read
 
-    def early(self: OwnTime) -> float:
-        for _, ended in self._pending:
-            ended.__class__ = _Complete
-        return take(self)
+    def early(self: ComputeTimer) -> float:
+        for _, end in self._pending:
+            end.__class__ = _Complete
+        return read(self)
 
-    patch(OwnTime, "take", early)
+    patch(ComputeTimer, "read", early)
 
 
 def step_is_in_flight_at_a_save(patch: Patch) -> None:
@@ -113,7 +113,7 @@ def step_is_in_flight_at_a_save(patch: Patch) -> None:
 
     def one_left(self: Loop, *, leave: int) -> None:
         last = self._next > self.job.train.steps
-        read(self, leave=leave if last else self._ahead)
+        read(self, leave=leave if last else self._max_in_flight)
 
     patch(Loop, "_read_results", one_left)
 
@@ -129,7 +129,7 @@ JOB_WAITS = {
         checkpoint_is_written_before_it_is_copied,
         event_of_checkpoint_is_not_recorded,
         time_of_stages_is_read_too_early,
-        own_time_is_read_too_early,
+        compute_time_is_read_too_early,
         step_is_in_flight_at_a_save,
     )
 }

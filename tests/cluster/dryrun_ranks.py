@@ -42,7 +42,7 @@ from seatrial.model.initialise import RandomWeights
 from seatrial.parallel.mesh import Mesh
 from seatrial.train.dryrun.process import as_json
 from seatrial.train.dryrun.recorder import dimensions
-from seatrial.train.dryrun.trace import trace, watch
+from seatrial.train.dryrun.trace import measure_steps, trace
 from seatrial.train.rank import build
 
 MICROBATCH = 4
@@ -93,7 +93,7 @@ def real(case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
         before = len(_flown())
         messages.clear()
 
-    traced = watch(job, model, optimizer, steps=STEPS, before_last=before_last)
+    traced = measure_steps(job, model, optimizer, steps=STEPS, before_last=before_last)
     names = dimensions(mesh)
     flown: Counter[tuple[str, str, int]] = Counter()
     for entry in _flown()[before:]:

@@ -155,7 +155,7 @@ def sabotage(model: ParallelModel, what: str | None) -> None:
 
             overlap.all_gather_single = ending
     elif what == "weight gradients of the first part only":
-        whole_gradients = overlap_grad.gather_products_backward
+        whole_gradients = overlap_grad.all_gather_matmul_backward
 
         def first_part(grads: Any, *args: Any, **kwargs: Any) -> Any:
             of_input, _, of_biases = whole_gradients(grads, *args, **kwargs)
@@ -163,7 +163,7 @@ def sabotage(model: ParallelModel, what: str | None) -> None:
             first = [torch.cat((grad[:n], torch.zeros_like(grad[n:]))) for grad in grads]
             return of_input, whole_gradients(first, *args, **{**kwargs, "of_input": False})[1], of_biases
 
-        overlap_grad.gather_products_backward = first_part
+        overlap_grad.all_gather_matmul_backward = first_part
     elif what is not None:
         raise ValueError(what)
 

@@ -1,4 +1,4 @@
-"""One decoder-only transformer: Qwen2.5, Llama 3, Qwen3 and their like by configuration. It is unaware of parallelism.
+"""A decoder-only transformer: Qwen2.5, Llama 3, Qwen3 and similar models by configuration. No parallelism in here.
 
 Letters in tensor names, here and in parallel/:
 
@@ -8,8 +8,8 @@ Letters in tensor names, here and in parallel/:
     N  query heads                    K  key and value heads (N is a multiple of K)
     E  width of all heads, N H or K H
 
-Parameters are named as in Hugging Face's files (`model.layers.3.self_attn.q_proj.weight`), also in a part of the
-model: a pipeline stage keeps its layers' numbers in the whole.
+Parameters are named as in Hugging Face's files (`model.layers.3.self_attn.q_proj.weight`); a pipeline stage keeps the
+layer numbers of the whole model.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def inverse_frequencies(
     """RoPE's angular frequencies, fp32 [H/2] (arXiv:2104.09864), with Llama 3.1's scaling where it is given.
 
     The scaling divides low frequencies by `factor`, keeps high ones, and interpolates linearly in between, according to
-    the ratio of the context length the model was first trained on to the wavelength.
+    the ratio of the original context length to the wavelength.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim
     freq = 1.0 / (theta**exponents)
@@ -99,16 +99,16 @@ class RotaryTable:
 def rotate(x_BTNH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
     """Rotate each head's pairs (i, i + H/2) by their position's angle."""
     first, second = x_BTNH.chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return x_BTNH * cos_TH[:, None] + turned * sin_TH[:, None]
+    rotated = torch.cat((-second, first), dim=-1)
+    return x_BTNH * cos_TH[:, None] + rotated * sin_TH[:, None]
 
 
 def document_bias(document_BT: Tensor, dtype: torch.dtype) -> Tensor:
     """Additive attention bias [B, 1, T, T]: 0 where a position may attend, -inf elsewhere.
 
     A position attends to itself and to earlier positions of its own document; `document_BT` numbers the documents of
-    each sequence. The bias has the queries' dtype and is built once for all layers: from a boolean mask the fused
-    kernels would build it again in each of them.
+    each sequence. The bias has the queries' dtype and is built once for all layers: from a boolean mask every fused
+    kernel would build it again.
     """
     same_BTT = document_BT[:, :, None] == document_BT[:, None, :]
     bias_BTT = torch.zeros(same_BTT.shape, dtype=dtype, device=document_BT.device)
@@ -118,7 +118,7 @@ def document_bias(document_BT: Tensor, dtype: torch.dtype) -> Tensor:
 class Attention(nn.Module):
     """Grouped-query attention (arXiv:2305.13245), causal or, with a bias, masked by it.
 
-    The number of heads is taken from the projections' outputs, so a subset of the heads works as all of them do.
+    The number of heads follows from the projections' outputs, so a subset of the heads (tensor parallel) also works.
     """
 
     def __init__(self, arch: Architecture) -> None:
@@ -198,12 +198,12 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """The output projection, or with targets the loss; a tied one owns no weight and is passed the embedding's."""
+    """The output projection, or with targets the loss; a tied one has no weight and is passed the embedding's."""
 
     def __init__(self, arch: Architecture, *, tied_here: bool) -> None:
         super().__init__()
         self.weight = None if tied_here else nn.Parameter(torch.empty(arch.vocab_size, arch.hidden_size))
-        self.loss: Loss | None = None  # the trainer's
+        self.loss: Loss | None = None  # set by the trainer
 
     def forward(
         self, x_BTD: Tensor, tied_weight_VD: Tensor | None, target_BT: Tensor | None = None
@@ -230,7 +230,7 @@ class Trunk(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The whole model, or the consecutive `layers` of it that one pipeline stage holds.
+    """The whole model, or the consecutive `layers` of one pipeline stage.
 
     A first stage takes token ids [B, T], others hidden states [B, T, D]; a last stage returns logits [B, T, V] or, with
     targets, the loss; other stages return hidden states. Weights are uninitialised: `model.initialise` or a weight source
@@ -252,7 +252,7 @@ class Decoder(nn.Module):
         tied_here = arch.tie_word_embeddings and first
         self.lm_head = Head(arch, tied_here=tied_here) if last else None
         self.rotary = RotaryTable(arch)
-        # Positions of the whole sequence. Set where hidden states hold only a part of it (sequence parallel).
+        # Length of the whole sequence. Set where hidden states are a part of it (sequence parallel).
         self.sequence_length: int | None = None
 
     @property
@@ -264,15 +264,15 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Token ids [B, T] or hidden states [B, T, D] -> hidden states, or logits [B, T, V], or the loss of `target_BT`.
 
-        With `document_BT`, the number of the document that each position of the whole sequence belongs to, attention
-        stays inside documents. Positions do not restart in each: RoPE's scores depend on distances only
-        (arXiv:2104.09864, section 3.2), and those within a document are the same wherever it begins.
+        With `document_BT`, the document number of each position of the whole sequence, attention stays inside
+        documents. Positions do not restart in each: RoPE's scores depend on relative positions only (arXiv:2104.09864,
+        section 3.2).
         """
         embedding = self.model.embed_tokens
         length = self.sequence_length if self.sequence_length is not None else x.shape[1]
         h_BTD = x if embedding is None else embedding(x)
         cos_TH, sin_TH = self.rotary(length, h_BTD.device, h_BTD.dtype)
-        # Without documents no bias is passed, so that a compiled block sees the same call as before.
+        # No bias argument without documents: a compiled block's call stays the same.
         mask = () if document_BT is None else (document_bias(document_BT, h_BTD.dtype),)
         for block in self.model.layers.values():
             h_BTD = block(h_BTD, cos_TH, sin_TH, *mask)

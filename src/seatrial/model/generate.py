@@ -1,4 +1,4 @@
-"""Text from a trained model, on one device: a whole model filled from any weight source, and sampling from it."""
+"""Text generation on one device: loading a whole model from any weight source, and sampling from it."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ def generate(
 ) -> list[int]:
     """Up to `tokens` ids that continue the prompt (which is not repeated); the same seed gives the same ids.
 
-    Temperature 0 takes the likeliest token. Generation ends before `stop_id`. The model sees the newest
-    `max_position_embeddings` ids. Each token costs a forward pass over all of them: this is for samples, not serving.
+    Temperature 0 is greedy. Generation ends before `stop_id`. The context is the last `max_position_embeddings` ids.
+    There is no KV cache, each token costs a forward pass over the context: this is for samples, not serving.
     Raises ValueError for an empty prompt, an id outside the vocabulary, a negative temperature or a top_k below 1.
     """
     arch = model.arch
     if not prompt_ids:
         raise ValueError("the prompt needs at least one token")
     if not all(0 <= i < arch.vocab_size for i in prompt_ids):
-        raise ValueError(f"the prompt holds ids outside the vocabulary of {arch.vocab_size}")
+        raise ValueError(f"the prompt has ids outside the vocabulary of {arch.vocab_size}")
     if temperature < 0 or (top_k is not None and top_k < 1):
-        raise ValueError(f"temperature {temperature} and top_k {top_k} are not a way to sample")
+        raise ValueError(f"temperature {temperature} is negative, or top_k {top_k} is below 1")
     device = next(model.parameters()).device
-    # Sampling is done on the CPU: a CUDA generator draws other numbers from the same seed.
+    # Sampled on the CPU: a CUDA generator draws other numbers from the same seed.
     random = torch.Generator().manual_seed(seed)
     ids = list(prompt_ids)
     new: list[int] = []

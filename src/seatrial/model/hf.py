@@ -28,12 +28,12 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 class HuggingFaceWeights:
     """The weights of a Hugging Face folder, in one safetensors file or in several with an index.
 
-    Only the headers are read at first, and of a parameter only the requested box. Raises InputError with every file
-    that is missing, truncated or not what the index says.
+    Construction reads only the headers, `read` only the requested box. Raises InputError with every file that is
+    missing, truncated or contradicts the index.
     """
 
     def __init__(self, folder: Path, tensor_name: Callable[[str], str] = str) -> None:
-        """`tensor_name`: parameter -> its name in the files, where these have names of their own."""
+        """`tensor_name`: parameter -> its name in the files, if they use other names."""
         self.folder = folder
         self._stored = tensor_name
         self._embedding, self._head = tensor_name(EMBEDDING), tensor_name(HEAD)
@@ -66,7 +66,7 @@ class HuggingFaceWeights:
                 if absent:
                     problems.append(
                         Diagnostic(
-                            f"{INDEX} promises {_some(absent)} in this file",
+                            f"has no {_some(absent)}, which {INDEX} lists in it",
                             str(path),
                             hint="index and weights are of different models: copy the folder again",
                         )
@@ -153,7 +153,7 @@ class HuggingFaceWeights:
         return values.to(dtype).contiguous()
 
     def check(self, arch: Architecture) -> None:
-        """Raise InputError with every way in which the files are not the weights of `arch`."""
+        """Raise InputError with every mismatch between the files and `arch`."""
         problems: list[tuple[str, str]] = []  # (name in the files, what is wrong)
         present, tied = set(self._files), arch.tie_word_embeddings
         expected = {self._stored(name): name for name in whole_shapes(arch)}
@@ -173,7 +173,7 @@ class HuggingFaceWeights:
                 if self._embedding in present and not self._same(HEAD, EMBEDDING):
                     problems.append((name, f"differs from {self._embedding}, but the model ties them"))
             elif not name.endswith("rotary_emb.inv_freq"):  # old Llama files; computed, not learned
-                problems.append((name, "is no parameter of this model"))
+                problems.append((name, "is not a parameter of this model"))
         if problems:
             hint = self._hint(arch)
             raise InputError([Diagnostic(text, str(self.folder), hint=hint) for text in _by_layer(problems)])
@@ -191,8 +191,10 @@ class HuggingFaceWeights:
         if present and not any(name.startswith(whole) for name in present):
             return "these are the names of a base model without its head: save the whole *ForCausalLM"
         if not arch.tie_word_embeddings and self._head not in present and self._embedding in present:
-            return f"weights without {self._head} are of a model with tie_word_embeddings = true"
-        return "the weights and the [model] of the job are not of one model: compare with the folder's config.json"
+            return f"weights without {self._head} belong to a model with tie_word_embeddings = true"
+        return (
+            "the weights are not of the model in the job's [model]: compare it with the folder's config.json"
+        )
 
 
 def _damaged(path: Path, error: Exception) -> Diagnostic:
@@ -210,7 +212,7 @@ def _damaged(path: Path, error: Exception) -> Diagnostic:
             hint="`git lfs pull` in that folder fetches them",
         )
     return Diagnostic(
-        f"is cut off or damaged ({path.stat().st_size} bytes): {error}",
+        f"is truncated or damaged ({path.stat().st_size} bytes): {error}",
         str(path),
         hint="copy or download it again",
     )

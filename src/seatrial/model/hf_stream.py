@@ -1,4 +1,4 @@
-"""Writing a safetensors file of any size in bounded memory: block by block, as values are read from their source.
+"""Writes a safetensors file of any size in bounded memory, block by block as values are read from their source.
 
 The format: 8 bytes length, a JSON header of that length, the tensors' bytes one after the other.
 https://github.com/huggingface/safetensors#format
@@ -42,7 +42,7 @@ def write_safetensors(
         "__metadata__": {"format": "pt"}
     }  # transformers refuses files without format "pt"
     end = 0
-    # Wide types first: every tensor then begins at a multiple of its element's size.
+    # Wide dtypes first: then every tensor is aligned to its element size.
     order = sorted(names, key=lambda name: -dtypes[name].itemsize)
     for name in order:
         begin, end = end, end + Box.whole(shapes[name]).numel * dtypes[name].itemsize
@@ -74,5 +74,5 @@ def _blocks(shape: tuple[int, ...], values: int) -> Iterator[Box]:
 
 
 def _bytes_of(values: Tensor) -> memoryview:
-    # numpy has no bfloat16: as bytes every type works.
+    # Viewed as bytes: numpy has no bfloat16.
     return values.contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -54,7 +54,7 @@ def write_huggingface(
     notes: Mapping[str, str] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Written:
-    """Write `source` as the folder `out` that `from_pretrained` reads: complete, or not at all.
+    """Write `source` as the folder `out` that `from_pretrained` reads, atomically.
 
     `dtype` is a torch dtype, its name, or "stored" for what the source's `dtype(name)` returns: float32 if it has no
     such method, or returns float64. A file has at most `max_shard_bytes`, or one parameter; parameters are written
@@ -98,7 +98,7 @@ def write_huggingface(
         fsync_folder(out.parent)
     except OSError as error:
         raise RunFailed(
-            f"writing {out} failed: {error}", hint="nothing is left of it; see to the disk and export again"
+            f"writing {out} failed: {error}", hint="partial files were removed: repair the disk, export again"
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -126,17 +126,17 @@ def _shard_name(index: int, count: int) -> str:
 
 def _resolve(dtype: torch.dtype | str, source: WeightSource, name: str) -> torch.dtype:
     if dtype == "stored":
-        says: Callable[[str], torch.dtype] | None = getattr(source, "dtype", None)
-        stored = torch.float32 if says is None else says(name)
+        dtype_of: Callable[[str], torch.dtype] | None = getattr(source, "dtype", None)
+        stored = torch.float32 if dtype_of is None else dtype_of(name)
         dtype = torch.float32 if stored == torch.float64 else stored
     known = _DTYPES.get(str(dtype).removeprefix("torch."))
     if known is None:
-        raise ValueError(f"{dtype} is not a dtype that weights are written in: {', '.join(_DTYPES)}")
+        raise ValueError(f"weights cannot be written as {dtype}, only as {', '.join(_DTYPES)}")
     return known
 
 
 def _prepare(out: Path, total: int, tokenizer: Path | None) -> Path:
-    """Refuse what cannot succeed, before an hour of writing; return the new temporary folder."""
+    """Check `out`, the tokenizer and free space before writing; return the new temporary folder."""
     problems = []
     try:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):

@@ -1,6 +1,6 @@
 """Random weights that do not depend on the layout: each block of rows has its own seed, derived from its name.
 
-A rank draws only the blocks of rows it holds part of, and any split of the model gives a bit-identical model.
+A rank draws only the blocks that overlap its shard, and every way to shard the model gives bit-identical weights.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from seatrial.base.box import Box
 
 
 class WeightSource(Protocol):
-    """Anything that can provide the values of a part of a parameter."""
+    """Provides the values of any box of a parameter."""
 
     def read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
         """The values of `box` of the parameter stored as `name`: a CPU tensor of `box.sizes` and `dtype`."""

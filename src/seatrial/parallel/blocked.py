@@ -1,8 +1,8 @@
-"""Counts the time in which a rank is blocked by a collective, and its bytes, for the dimension that it is along.
+"""Measures exposed communication: how long a rank is blocked in collectives, and their bytes, by layout dimension.
 
 torch issues and waits for most collectives itself (FSDP2, pipelines), but always by the methods of two classes,
 `ProcessGroup` and `Work`: these are wrapped. Compiled code calls them from C++; what it waits for cannot be seen here.
-On a GPU only the compute stream counts: for collectives on another one, that is where it waits for their events.
+On a GPU only the compute stream counts: a collective on another stream is exposed where it waits for that one's event.
 
 While torch.profiler is active, what a collective launches is in a range "DIMENSION METHOD bytes=N ranks=N": gloo's own
 entries in a trace have neither group nor size.
@@ -33,18 +33,18 @@ from seatrial.record.stages import (
     VALIDATION,
 )
 
-# As far as this version of torch has them: some were renamed in 2.13.
+# Some were renamed in torch 2.13; those that the installed torch lacks are ignored.
 _ISSUING = (
     *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "reduce_scatter", "barrier"),
     *("_allgather_base", "all_gather_single", "all_gather_single_coalesced"),
     *("_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
     *("send", "recv", "recv_anysource", "_end_coalescing"),
 )
-_WITH_THEIRS = (SAVE, STEP_SUM, VALIDATION)  # stages whose collectives are a part of them
+_INCLUDING_COLLECTIVES = (SAVE, STEP_SUM, VALIDATION)  # stages that include their own collectives
 
 
 class Blocked:
-    """While `install`ed, `clock` counts for a dimension what this rank is blocked in a collective along it.
+    """While installed, time that this rank is blocked in a collective counts for its dimension's stage of `clock`.
 
     One at a time in a process. It keeps no reference to a group, which must stay releasable.
     """
@@ -61,7 +61,7 @@ class Blocked:
         self._gradients = SHARD if layout.shard > 1 else REPLICATE if layout.replicate > 1 else None
         self._device = mesh.device
         self._compute = accelerator.current_stream(mesh.device) if clock.on_accelerator else None
-        self._under_way: dict[int, int] = {}  # id of a Work -> its stage, until it is waited for
+        self._in_flight: dict[int, int] = {}  # id of a Work -> its stage, until it is waited for
         self._counts = [[0, 0] for _ in STAGES]  # calls, bytes
         self._undo: list[tuple[type, str, Any]] = []
 
@@ -75,17 +75,17 @@ class Blocked:
             self._wrap(accelerator.stream_type(self._device), "wait_event", self._waiting_for_event)
 
     def remove(self) -> None:
-        """Restore them."""
+        """Restore torch's methods."""
         for owner, name, original in reversed(self._undo):
             setattr(owner, name, original)
         self._undo.clear()
-        self._under_way.clear()
+        self._in_flight.clear()
 
     def counted(self) -> dict[str, tuple[int, int]]:
         """Stage -> (calls, bytes) of the collectives issued since the last call; those without bytes do not count.
 
-        Bytes are those of the whole message: what is gathered, what is scattered, what is summed; of a send or receive
-        its tensor.
+        Bytes are those of an all-gather's output, a reduce-scatter's input, an all-reduce's tensor, a sent or received
+        tensor.
         """
         found = {name: (c[0], c[1]) for name, c in zip(STAGES, self._counts, strict=True) if c[0]}
         for count in self._counts:
@@ -93,30 +93,30 @@ class Blocked:
         return found
 
     def _wrap(self, owner: type, name: str, wrapper: Callable[[Any], Any]) -> None:
-        original = vars(owner)[name]  # not what `getattr` returns: that would be no method again
+        original = vars(owner)[name]  # `getattr` unwraps it: restoring that would not restore a method
         setattr(owner, name, wraps(original)(wrapper(original)))
         self._undo.append((owner, name, original))
 
     def _issuing(self, call: Any) -> Any:
-        clock, stages, under_way, counts = self._clock, self._stages, self._under_way, self._counts
+        clock, stages, in_flight, counts = self._clock, self._stages, self._in_flight, self._counts
 
         def issue(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
             stage = stages.get(group.group_name)
-            counts_for = clock.stage if clock.stage in _WITH_THEIRS else stage
+            counts_for = clock.stage if clock.stage in _INCLUDING_COLLECTIVES else stage
             if counts_for is None:
                 return call(group, *args, **kwargs)
-            size = _bytes(args[:2])  # of what is sent and of what is received, whichever is larger
+            size = _bytes(args[:2])  # the larger of input and output
             if size:
                 count = counts[counts_for]
                 count[0] += 1
                 count[1] += size
             if profiler._is_profiler_enabled:
-                told = f"{STAGES[counts_for]} {call.__name__} bytes={size} ranks={group.size()}"
-                with profiler.record_function(told):
-                    return begin(stage, counts_for, group, args, kwargs)
-            return begin(stage, counts_for, group, args, kwargs)
+                label = f"{STAGES[counts_for]} {call.__name__} bytes={size} ranks={group.size()}"
+                with profiler.record_function(label):
+                    return timed(stage, counts_for, group, args, kwargs)
+            return timed(stage, counts_for, group, args, kwargs)
 
-        def begin(stage: int | None, counts_for: int, group: ProcessGroup, args: Any, kwargs: Any) -> Any:
+        def timed(stage: int | None, counts_for: int, group: ProcessGroup, args: Any, kwargs: Any) -> Any:
             if stage is None or stage != counts_for:
                 return call(group, *args, **kwargs)
             before = clock.enter(stage) if self._computes() else None
@@ -126,16 +126,16 @@ class Blocked:
                 if before is not None:
                     clock.enter(before)
             if work is not None:
-                under_way[id(work)] = stage
+                in_flight[id(work)] = stage
             return work
 
         return issue
 
     def _waiting(self, call: Any) -> Any:
-        clock, under_way = self._clock, self._under_way
+        clock, in_flight = self._clock, self._in_flight
 
         def wait(work: Work, *args: Any, **kwargs: Any) -> Any:
-            stage = under_way.pop(id(work), None)
+            stage = in_flight.pop(id(work), None)
             if stage is None or not self._computes():
                 return call(work, *args, **kwargs)
             before = clock.enter(stage)
@@ -151,7 +151,7 @@ class Blocked:
         assert stage is not None
 
         def wait_event(stream: torch.Stream, event: Any) -> None:
-            if stream.stream_id != self._compute or clock.stage in _WITH_THEIRS:
+            if stream.stream_id != self._compute or clock.stage in _INCLUDING_COLLECTIVES:
                 call(stream, event)
                 return
             before = clock.enter(stage)
@@ -168,11 +168,11 @@ class Blocked:
 
 
 def _bytes(values: Sequence[Any]) -> int:
-    """The largest of `values`: of a tensor, or of all in a list; other values have none."""
+    """Bytes of the largest of `values`, each a tensor or a list of tensors; other values count as 0."""
     largest = 0
     for value in values:
         size = 0
-        if type(value) is list:  # first: asking whether an option is a tensor is slow
+        if type(value) is list:  # checked first: isinstance(option, Tensor) is slow
             for each in value:
                 size += each.nbytes if isinstance(each, Tensor) else _bytes((each,))
         elif isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""The parallel model: this rank's part of it, its parameters as boxes of the whole, and one training pass."""
+"""The parallel model: this rank's shards, as boxes of the whole parameters, and one forward and backward pass."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from seatrial.record.stages import BACKWARD, FORWARD
 
 @dataclass(frozen=True)
 class Settings:
-    """What `ParallelModel` needs to know about a job."""
+    """The job's settings that `ParallelModel` needs."""
 
     sequence_length: int
     microbatch: int  # sequences
@@ -50,7 +50,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Shard:
-    """One parameter as this rank holds it."""
+    """This rank's shard of one parameter."""
 
     name: str  # as stored: Hugging Face's name
     parameter: nn.Parameter
@@ -58,7 +58,7 @@ class Shard:
     box: Box  # where `local` lies in the whole parameter
     whole: tuple[int, ...]
     holders: int  # ranks of one model replica that hold this same box, this one included
-    owner: bool  # exactly one rank holds each box as owner: that one saves it
+    owner: bool  # true in exactly one rank for each box: that rank saves it
     counted: bool  # its gradient counts in the norm (the second copy of a tied embedding does not)
 
     @property
@@ -69,9 +69,9 @@ class Shard:
 
 
 class ParallelModel:
-    """The pipeline stages of one rank, cut and connected as the layout says.
+    """The pipeline stages of one rank, split and connected as the layout says.
 
-    The order matters: tensor parallel cuts whole weights, compilation sees the communication inside a layer, sharding
+    The order matters: tensor parallel splits whole weights, compilation sees the communication inside a layer, sharding
     wraps the compiled layer, and only then is memory allocated and filled from `source`.
     """
 
@@ -173,7 +173,7 @@ class ParallelModel:
                 loss = model(ids, document, target)
             with self.clock.during(BACKWARD):
                 loss.backward()
-            total += loss.detach()  # known only now, see `loss.cross_entropy`
+            total += loss.detach()  # NaN until the backward pass, see `loss.cross_entropy`
         return total
 
     @torch.no_grad()
@@ -236,7 +236,7 @@ class ParallelModel:
 def build_stage(
     arch: Architecture, index: int, mesh: Mesh, settings: Settings, data_mesh: DeviceMesh | None
 ) -> Decoder:
-    """Build pipeline stage `index` on the meta device: cut, compiled and, with a `data_mesh`, sharded; no memory."""
+    """Build pipeline stage `index` on the meta device: split, compiled and, with a `data_mesh`, sharded; no memory."""
     layout = mesh.layout
     with torch.device("meta"):
         model = Decoder(

@@ -1,8 +1,8 @@
-"""Collectives with gradients, over plain local tensors.
+"""Differentiable collectives over plain local tensors.
 
 Tensor parallel here computes on local tensors with explicit communication, instead of sending every operation through
-DTensor's dispatch: the same mathematics, several times less overhead on small models, and no sharding propagation in
-the first step.
+DTensor's dispatch: the same results, several times less overhead on small models, and no sharding propagation in the
+first step.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def wait(work: dist.Work) -> None:
     work.wait()
 
 
-def wanted(ctx: Any, index: int) -> bool:
+def needs_grad(ctx: Any, index: int) -> bool:
     """Whether the current backward pass needs the gradient of tensor argument `index`.
 
-    `needs_input_grad` states what any pass might need. torch cannot tell for a leaf, so a leaf's is always computed.
+    `needs_input_grad` is true if any pass might. torch does not know it for a leaf, so a leaf's is always computed.
     """
     if not ctx.needs_input_grad[index]:
         return False
@@ -35,7 +35,7 @@ def wanted(ctx: Any, index: int) -> bool:
     return hasattr(node, "variable") or torch._C._will_engine_execute_node(node)
 
 
-def gather_positions(x_BtD: Tensor, group: ProcessGroup) -> Tensor:
+def all_gather_positions(x_BtD: Tensor, group: ProcessGroup) -> Tensor:
     """Each rank's part of the positions [B, T/n, D] -> all of them [B, T, D]. No gradient."""
     n = group.size()
     B, t, D = x_BtD.shape
@@ -44,7 +44,7 @@ def gather_positions(x_BtD: Tensor, group: ProcessGroup) -> Tensor:
     return out_nBtD.transpose(0, 1).reshape(B, n * t, D)
 
 
-def scatter_sum_positions(x_BTD: Tensor, group: ProcessGroup) -> Tensor:
+def reduce_scatter_positions(x_BTD: Tensor, group: ProcessGroup) -> Tensor:
     """Sum [B, T, D] over the group; each rank keeps its part of the positions [B, T/n, D]. No gradient."""
     n = group.size()
     B, T, D = x_BTD.shape
@@ -54,27 +54,27 @@ def scatter_sum_positions(x_BTD: Tensor, group: ProcessGroup) -> Tensor:
     return out_BtD
 
 
-class GatherPositions(torch.autograd.Function):
+class AllGatherPositions(torch.autograd.Function):
     """Forward all-gather, backward reduce-scatter: enters a region where each rank holds part of the weights."""
 
     @staticmethod
     def forward(ctx: Any, x_BtD: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        return gather_positions(x_BtD, group)
+        return all_gather_positions(x_BtD, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return scatter_sum_positions(grads[0].contiguous(), ctx.group), None
+        return reduce_scatter_positions(grads[0].contiguous(), ctx.group), None
 
 
-class ScatterSumPositions(torch.autograd.Function):
+class ReduceScatterPositions(torch.autograd.Function):
     """Forward reduce-scatter, backward all-gather: leaves a region where each rank holds part of the weights."""
 
     @staticmethod
     def forward(ctx: Any, x_BTD: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        return scatter_sum_positions(x_BTD.contiguous(), group)
+        return reduce_scatter_positions(x_BTD.contiguous(), group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return gather_positions(grads[0], ctx.group), None
+        return all_gather_positions(grads[0], ctx.group), None

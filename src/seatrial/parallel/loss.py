@@ -1,8 +1,8 @@
-"""The head's cross-entropy in parts: logits, softmax and gradients of at most `job.loss_rows` positions at a time.
+"""Chunked cross-entropy of the head: logits, softmax and gradients of one part of the positions at a time.
 
-A part has `job.loss_rows` positions. Its logits are computed once, in the backward pass, and overwritten by their
-exponentials and by their gradient. So the loss is known once its gradient is; without gradients it is known at once.
-Weight gradients add up over the parts in the weight's type.
+A part has `job.loss_rows` positions. Its logits are computed once, in the backward pass, and overwritten first by their
+exponentials, then by their gradient. So the loss is known after the backward pass; without gradients it is at once.
+Weight gradients are accumulated over the parts in the weight's dtype.
 
     c  positions of a part      R  positions of this rank (B t)      V  this rank's columns of the vocabulary
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from seatrial.job.loss_rows import loss_rows
-from seatrial.parallel.collectives import all_gather_single, reduce_scatter_single, wanted
+from seatrial.parallel.collectives import all_gather_single, needs_grad, reduce_scatter_single
 
 NO_TARGET = -1  # a position that does not count
 
@@ -33,7 +33,7 @@ def cross_entropy(
     holds T/n positions and V/n rows of the weight (Megatron-LM, arXiv:1909.08053, section 3); all return the same value.
     """
     if torch.is_grad_enabled():
-        # Viewed, so that the weight has an autograd node of its own, see `wanted`.
+        # A view: it has an autograd node of its own, which a leaf has not, see `needs_grad`.
         args = (x_BtD, weight_VD.view_as(weight_VD), target_BT, tokens, group, rank)
         return _CrossEntropy.apply(*args)
     total = x_BtD.new_zeros((), dtype=torch.float64)
@@ -62,7 +62,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         x_BtD, weight_VD, target_BT = ctx.saved_tensors
-        of_input, of_weight = wanted(ctx, 0), wanted(ctx, 1)
+        of_input, of_weight = needs_grad(ctx, 0), needs_grad(ctx, 1)
         grad_RD = torch.empty_like(x_BtD).flatten(0, 1) if of_input else None
         grad_VD = None
         ctx.loss.zero_()
@@ -71,7 +71,7 @@ class _CrossEntropy(torch.autograd.Function):
             ctx.loss += softmax.loss / ctx.tokens
             grad_cV = softmax.gradient(grads[0] / ctx.tokens).to(weight_VD.dtype)
             if grad_RD is not None:
-                _sum_own(grad_cV @ weight_VD, grad_RD[own], ctx.group)
+                _reduce_scatter_rows(grad_cV @ weight_VD, grad_RD[own], ctx.group)
             if grad_VD is not None:
                 grad_VD.addmm_(grad_cV.t(), rows_cD)
             elif of_weight:
@@ -132,7 +132,7 @@ def _parts(
         yield own, rows_cD, target_nR[:, own].flatten()
 
 
-def _sum_own(grad_cD: Tensor, own_D: Tensor, group: ProcessGroup | None) -> None:
+def _reduce_scatter_rows(grad_cD: Tensor, own_D: Tensor, group: ProcessGroup | None) -> None:
     """Write this rank's rows of a part's gradient, summed over the group, to `own_D`."""
     if group is None:
         own_D.copy_(grad_cD)

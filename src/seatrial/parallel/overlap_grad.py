@@ -1,8 +1,8 @@
-"""The pairs of products and collectives of `overlap`, with gradients, as layers call them.
+"""Autograd for the matrix products and collectives of `overlap`, as layers call them.
 
 Two routes to the same functions. Uncompiled: autograd functions that know which gradients are requested, since a
-zero-bubble pipeline requests those of the weights later. Compiled: operators opaque to the compiler, which would
-otherwise be free to move a collective behind the product that is to hide it (`overlap_ops`).
+zero-bubble pipeline requests those of the weights later. Compiled: operators opaque to the compiler, which could
+otherwise move a collective behind the product that it must overlap with (`overlap_ops`).
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from seatrial.parallel.collectives import wanted
+from seatrial.parallel.collectives import needs_grad
 from seatrial.parallel.overlap import (
     Cut,
-    gather_products,
-    gather_products_backward,
-    product_scatter,
-    product_scatter_backward,
+    all_gather_matmul,
+    all_gather_matmul_backward,
+    matmul_reduce_scatter,
+    matmul_reduce_scatter_backward,
 )
-from seatrial.parallel.overlap_ops import gather_products_op, product_scatter_op
+from seatrial.parallel.overlap_ops import all_gather_matmul_op, matmul_reduce_scatter_op
 
 
 class Overlap:
-    """Replacement for a layer's projections: gather and project, or project and scatter, in one operation.
+    """Replacement for a layer's projections: all-gather and project, or project and reduce-scatter, in one operation.
 
     `in_parts`: communication is overlapped with products, part by part.
     """
@@ -37,11 +37,11 @@ class Overlap:
         self.name = group.group_name  # how a compiled layer names the group
 
     def cut(self, sequences: int, positions: int) -> Cut:
-        """How the positions of a microbatch are cut, of each sequence `positions` on this rank."""
+        """The split of a microbatch's positions, of each sequence `positions` on this rank."""
         return Cut.of(sequences, positions, self.ranks, in_parts=self.in_parts)
 
     def project(self, x_BtD: Tensor, *linears: nn.Module) -> list[Tensor]:
-        """This rank's positions -> products of all positions with each rank's weights, rows in the order of parts.
+        """This rank's positions -> products of all positions with this rank's weights, rows in the order of parts.
 
         Each has the shape [B, T, O]; `Cut.in_order` puts its positions in order.
         """
@@ -49,12 +49,12 @@ class Overlap:
         biases = [linear.bias for linear in linears if linear.bias is not None]
         assert len(biases) in (0, len(weights))
         if torch.compiler.is_compiling():
-            outs = gather_products_op(x_BtD, weights, biases, self.in_parts, self.name)
+            outs = all_gather_matmul_op(x_BtD, weights, biases, self.in_parts, self.name)
         else:
             cut = self.cut(x_BtD.shape[0], x_BtD.shape[1])
-            # Transposed, as the products use them: a view of a weight has its own autograd node, see `wanted`.
+            # Transposed, as the products use them: a view of a weight has its own autograd node, see `needs_grad`.
             views = [weight.t() for weight in weights]
-            outs = _GatherProducts.apply(x_BtD, *views, *biases, cut, self.group, len(views))
+            outs = _AllGatherMatmul.apply(x_BtD, *views, *biases, cut, self.group, len(views))
         shape = (x_BtD.shape[0], x_BtD.shape[1] * self.ranks, -1)
         return [out.view(shape) for out in outs]
 
@@ -64,8 +64,8 @@ class Overlap:
         return [cut.in_order(out) for out in self.project(x_BtD, *linears)]
 
 
-class ScatteringLinear(nn.Module):
-    """A projection with cut input features: the products of all ranks are summed, each rank keeps its positions."""
+class RowParallelLinear(nn.Module):
+    """A projection with split input features: the products of all ranks are summed, each rank keeps its positions."""
 
     def __init__(self, weight: nn.Parameter, overlap: Overlap, *, in_order: bool) -> None:
         """`in_order`: the input's positions are in order; otherwise they are in the order of parts."""
@@ -78,15 +78,17 @@ class ScatteringLinear(nn.Module):
         cut = self._overlap.cut(B, T // self._overlap.ranks)
         rows_RO = cut.in_parts(h_BTO) if self._in_order else h_BTO.reshape(B * T, width)
         if torch.compiler.is_compiling():
-            return product_scatter_op(rows_RO, self.weight, B, self._overlap.in_parts, self._overlap.name)
+            return matmul_reduce_scatter_op(
+                rows_RO, self.weight, B, self._overlap.in_parts, self._overlap.name
+            )
         group = self._overlap.group
         view = self.weight.t()
-        marker = _Keep.apply(rows_RO, view, cut, group)
-        return _ProductScatter.apply(marker, rows_RO.detach(), view.detach(), cut, group)
+        marker = _SaveForGradients.apply(rows_RO, view, cut, group)
+        return _MatmulReduceScatter.apply(marker, rows_RO.detach(), view.detach(), cut, group)
 
 
-class _GatherProducts(torch.autograd.Function):
-    """`gather_products`. Arguments: x, each weight transposed [D, O], each bias; then non-tensors."""
+class _AllGatherMatmul(torch.autograd.Function):
+    """`all_gather_matmul`. Arguments: x, each weight transposed [D, O], each bias; then non-tensors."""
 
     @staticmethod
     def forward(ctx: Any, x_BtD: Tensor, *rest: Any) -> tuple[Tensor, ...]:
@@ -94,19 +96,19 @@ class _GatherProducts(torch.autograd.Function):
         views, biases = tensors[: ctx.weights], tensors[ctx.weights :]
         ctx.biased = bool(biases)
         ctx.save_for_backward(x_BtD, *views)
-        return tuple(gather_products(x_BtD, [v.t() for v in views], biases, ctx.cut, ctx.group))
+        return tuple(all_gather_matmul(x_BtD, [v.t() for v in views], biases, ctx.cut, ctx.group))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_BtD, *views = ctx.saved_tensors
-        of_weights = wanted(ctx, 1)
-        of_input, of_each, of_biases = gather_products_backward(
+        of_weights = needs_grad(ctx, 1)
+        of_input, of_each, of_biases = all_gather_matmul_backward(
             [grad.contiguous() for grad in grads],
             x_BtD,
             [view.t() for view in views],
             ctx.cut,
             ctx.group,
-            of_input=wanted(ctx, 0),
+            of_input=needs_grad(ctx, 0),
             of_weights=of_weights,
             biased=ctx.biased,
         )
@@ -115,11 +117,11 @@ class _GatherProducts(torch.autograd.Function):
         return of_input, *of_tensors, None, None, None
 
 
-class _Keep(torch.autograd.Function):
-    """Saves what the gradients of `product_scatter` need, and computes them; its forward computes nothing.
+class _SaveForGradients(torch.autograd.Function):
+    """Saves the tensors that the gradients of `matmul_reduce_scatter` need, and computes them; its forward is empty.
 
-    Recomputation of a layer runs until the last tensor that its backward pass needs is saved. If that were saved with
-    the product, the product and its reduce-scatter would be repeated for nothing.
+    Activation recomputation stops at the last tensor that the layer's backward pass needs. If that were saved with the
+    product, the product and its reduce-scatter would be recomputed in vain.
     """
 
     @staticmethod
@@ -132,10 +134,10 @@ class _Keep(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         rows_RO, view_OD = ctx.saved_tensors
-        of_rows, of_weight = wanted(ctx, 0), wanted(ctx, 1)
+        of_rows, of_weight = needs_grad(ctx, 0), needs_grad(ctx, 1)
         grad_RO, gathered, ctx.gathered = None, ctx.gathered, None
         if of_rows or gathered is None:
-            grad_RO, gathered = product_scatter_backward(grads[0], view_OD.t(), ctx.cut, ctx.group)
+            grad_RO, gathered = matmul_reduce_scatter_backward(grads[0], view_OD.t(), ctx.cut, ctx.group)
         if not of_weight:
             if ctx.needs_input_grad[1]:
                 ctx.gathered = gathered  # for the later pass for the weights
@@ -143,14 +145,14 @@ class _Keep(torch.autograd.Function):
         return grad_RO if of_rows else None, torch.mm(gathered.t(), rows_RO).t(), None, None
 
 
-class _ProductScatter(torch.autograd.Function):
-    """`product_scatter`, whose gradients `_Keep` computes."""
+class _MatmulReduceScatter(torch.autograd.Function):
+    """`matmul_reduce_scatter`, whose gradients `_SaveForGradients` computes."""
 
     @staticmethod
     def forward(
         ctx: Any, marker: Tensor, rows_RO: Tensor, view_OD: Tensor, cut: Cut, group: ProcessGroup
     ) -> Tensor:
-        return product_scatter(rows_RO, view_OD.t(), cut, group)
+        return matmul_reduce_scatter(rows_RO, view_OD.t(), cut, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:

@@ -1,7 +1,7 @@
-"""The pairs of products and collectives of `overlap` as custom operators, for compiled layers.
+"""The matrix products and collectives of `overlap` as custom operators, for compiled layers.
 
-They are opaque to the compiler, so what they launch and wait for keeps its order. Groups are passed by name: a compiled
-layer has no other way to identify one.
+They are opaque to the compiler, so that it cannot reorder what they launch and wait for. Groups are passed by name: a
+compiled layer cannot identify them otherwise.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch.distributed import ProcessGroup, distributed_c10d
 
 from seatrial.parallel.overlap import (
     Cut,
-    gather_products,
-    gather_products_backward,
-    product_scatter,
-    product_scatter_backward,
+    all_gather_matmul,
+    all_gather_matmul_backward,
+    matmul_reduce_scatter,
+    matmul_reduce_scatter_backward,
 )
 
 
@@ -31,18 +31,18 @@ def _cut(x_BtD: Tensor, in_parts: bool, group: ProcessGroup) -> Cut:
 
 
 @torch.library.custom_op(
-    "seatrial::gather_products",
+    "seatrial::all_gather_matmul",
     mutates_args=(),
     schema="(Tensor x, Tensor[] weights, Tensor[] biases, bool in_parts, str group) -> Tensor[]",
 )
-def gather_products_op(
+def all_gather_matmul_op(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], in_parts: bool, group: str
 ) -> list[Tensor]:
     members = _resolve(group)
-    return gather_products(x, weights, biases, _cut(x, in_parts, members), members)
+    return all_gather_matmul(x, weights, biases, _cut(x, in_parts, members), members)
 
 
-@gather_products_op.register_fake
+@all_gather_matmul_op.register_fake
 def _(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], in_parts: bool, group: str
 ) -> list[Tensor]:
@@ -51,22 +51,22 @@ def _(
 
 
 @torch.library.custom_op(
-    "seatrial::gather_products_backward",
+    "seatrial::all_gather_matmul_backward",
     mutates_args=(),
     schema="(Tensor[] grads, Tensor x, Tensor[] weights, bool biased, bool in_parts, str group) -> Tensor[]",
 )
-def _gather_products_backward_op(
+def _all_gather_matmul_backward_op(
     grads: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], biased: bool, in_parts: bool, group: str
 ) -> list[Tensor]:
     members = _resolve(group)
     cut = _cut(x, in_parts, members)
     whole = [grad.contiguous() for grad in grads]
-    of_input, of_each, of_biases = gather_products_backward(whole, x, weights, cut, members, biased=biased)
+    of_input, of_each, of_biases = all_gather_matmul_backward(whole, x, weights, cut, members, biased=biased)
     assert of_input is not None
     return [of_input, *of_each, *of_biases]
 
 
-@_gather_products_backward_op.register_fake
+@_all_gather_matmul_backward_op.register_fake
 def _(
     grads: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], biased: bool, in_parts: bool, group: str
 ) -> list[Tensor]:
@@ -75,65 +75,67 @@ def _(
     return [of_input, *of_each, *(w.new_empty(w.shape[0]) for w in weights if biased)]
 
 
-def _keep_gather(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+def _save_for_gather(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     x, weights, biases, ctx.in_parts, ctx.group = inputs
     ctx.biased = bool(biases)
     ctx.save_for_backward(x, *weights)
 
 
-def _gather_gradient(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+def _all_gather_matmul_gradient(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     x, *weights = ctx.saved_tensors
-    of_input, *rest = _gather_products_backward_op(grads, x, weights, ctx.biased, ctx.in_parts, ctx.group)
+    of_input, *rest = _all_gather_matmul_backward_op(grads, x, weights, ctx.biased, ctx.in_parts, ctx.group)
     return of_input, rest[: len(weights)], rest[len(weights) :], None, None
 
 
-gather_products_op.register_autograd(_gather_gradient, setup_context=_keep_gather)
+all_gather_matmul_op.register_autograd(_all_gather_matmul_gradient, setup_context=_save_for_gather)
 
 
 @torch.library.custom_op(
-    "seatrial::product_scatter",
+    "seatrial::matmul_reduce_scatter",
     mutates_args=(),
     schema="(Tensor rows, Tensor weight, int sequences, bool in_parts, str group) -> Tensor",
 )
-def product_scatter_op(rows: Tensor, weight: Tensor, sequences: int, in_parts: bool, group: str) -> Tensor:
+def matmul_reduce_scatter_op(
+    rows: Tensor, weight: Tensor, sequences: int, in_parts: bool, group: str
+) -> Tensor:
     members = _resolve(group)
     n = members.size()
     cut = Cut.of(sequences, rows.shape[0] // (sequences * n), n, in_parts=in_parts)
-    return product_scatter(rows.contiguous(), weight, cut, members)
+    return matmul_reduce_scatter(rows.contiguous(), weight, cut, members)
 
 
-@product_scatter_op.register_fake
+@matmul_reduce_scatter_op.register_fake
 def _(rows: Tensor, weight: Tensor, sequences: int, in_parts: bool, group: str) -> Tensor:
     positions = rows.shape[0] // (sequences * _resolve(group).size())
     return rows.new_empty(sequences, positions, weight.shape[0])
 
 
 @torch.library.custom_op(
-    "seatrial::product_scatter_backward",
+    "seatrial::matmul_reduce_scatter_backward",
     mutates_args=(),
     schema="(Tensor grad, Tensor rows, Tensor weight, bool in_parts, str group) -> Tensor[]",
 )
-def _product_scatter_backward_op(
+def _matmul_reduce_scatter_backward_op(
     grad: Tensor, rows: Tensor, weight: Tensor, in_parts: bool, group: str
 ) -> list[Tensor]:
     members = _resolve(group)
-    of_rows, gathered = product_scatter_backward(grad, weight, _cut(grad, in_parts, members), members)
+    of_rows, gathered = matmul_reduce_scatter_backward(grad, weight, _cut(grad, in_parts, members), members)
     return [of_rows, torch.mm(gathered.t(), rows)]
 
 
-@_product_scatter_backward_op.register_fake
+@_matmul_reduce_scatter_backward_op.register_fake
 def _(grad: Tensor, rows: Tensor, weight: Tensor, in_parts: bool, group: str) -> list[Tensor]:
     return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (rows, weight)]
 
 
-def _keep_product(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_for_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     rows, weight, _, ctx.in_parts, ctx.group = inputs
     ctx.save_for_backward(rows, weight)
 
 
-def _product_gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+def _matmul_reduce_scatter_gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     rows, weight = ctx.saved_tensors
-    return *_product_scatter_backward_op(grad, rows, weight, ctx.in_parts, ctx.group), None, None, None
+    return *_matmul_reduce_scatter_backward_op(grad, rows, weight, ctx.in_parts, ctx.group), None, None, None
 
 
-product_scatter_op.register_autograd(_product_gradient, setup_context=_keep_product)
+matmul_reduce_scatter_op.register_autograd(_matmul_reduce_scatter_gradient, setup_context=_save_for_scatter)

@@ -23,7 +23,7 @@ from seatrial.record.stages import BACKWARD, FORWARD
 
 
 class _Stage(PipelineStage):
-    """torch's, whose passes count as forward and backward; what the schedule does between them does not."""
+    """torch's stage; its passes are timed as forward and backward, the rest of the schedule is not."""
 
     clock: StageClock
     accumulate: Accumulate
@@ -127,11 +127,11 @@ class Pipeline:
     ) -> Tensor:
         losses: list[Tensor] = []
         inputs = (ids_BT,) if self.holds_first else ()
-        beside = {"target_BT": target_BT} | ({} if document_BT is None else {"document_BT": document_BT})
+        each_stage = {"target_BT": target_BT} | ({} if document_BT is None else {"document_BT": document_BT})
         if self.holds_last:
-            run(*inputs, target=target_BT, losses=losses, return_outputs=False, **beside)
+            run(*inputs, target=target_BT, losses=losses, return_outputs=False, **each_stage)
         else:
-            run(*inputs, return_outputs=False, **beside)
+            run(*inputs, return_outputs=False, **each_stage)
         if not losses:
             return torch.zeros((), device=self._device, dtype=torch.float64)
         return torch.stack([loss.detach() for loss in losses]).sum()

@@ -35,7 +35,7 @@ def apply_sharding(
 
 
 def free_gathered(model: Decoder) -> None:
-    """Free what forward passes without a backward pass left gathered: it would be wrong once the weights change."""
+    """Free weights that forward passes without a backward pass left gathered: they would be stale after the update."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -44,13 +44,13 @@ def free_gathered(model: Decoder) -> None:
 def prepare_backward(model: nn.Module, *, last: bool, accumulate: Accumulate) -> None:
     """Set what the next backward pass does with its gradients; `last`: it is that of the step's last microbatch.
 
-    "whole": they are added up in fp32 where they were computed, and reduced over ranks in the last microbatch.
-    "sharded": each layer's are reduce-scattered over `shard` in every microbatch and added to this rank's part, so that
-    no whole gradient stays. Over `replicate`, which would save no memory, both reduce once.
+    "whole": they are accumulated unsharded in fp32, and reduced over ranks in the last microbatch.
+    "sharded": each layer's are reduce-scattered over `shard` in every microbatch and added to this rank's shard, so that
+    no unsharded gradient stays. Over `replicate`, which would save no memory, both reduce once.
     """
     if isinstance(model, FSDPModule):
         reduces = last or accumulate == "sharded"
-        # Ends the pass as the last one: the buffer of its last reduce-scatter, the largest, is not kept until the next.
+        # As after the last pass: the buffer of the last reduce-scatter, the largest, is not kept until the next pass.
         model.set_is_last_backward(reduces)
         model.set_requires_gradient_sync(reduces)
         model.set_requires_all_reduce(last)

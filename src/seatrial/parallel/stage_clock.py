@@ -16,11 +16,11 @@ Lap = tuple[int, list[float]]  # a step, and the seconds of each of STAGES
 
 
 class StageClock:
-    """At each moment the time counts for one stage, so the stages of a step add up to its time exactly.
+    """Time always counts for exactly one stage, so the stages of a step add up to its time.
 
     On a CPU that is the wall clock of this process. On a GPU it is the time of the compute stream between events
-    recorded where the stage changes: what the device waits for shows there, and the host waits for nothing. A lap is
-    then known a step or two later.
+    recorded where the stage changes: it includes the stream's waits, and needs no host synchronisation. A lap is then
+    known a step or two later.
 
     It does nothing before `start` and after `stop`.
     """
@@ -29,7 +29,7 @@ class StageClock:
         self.on_accelerator = accelerator.is_accelerator(device)
         self.stage = HOST
         self._running = False
-        self._only = False  # nothing else can be entered
+        self._only = False  # no other stage can be entered
         self._since = 0
         self._ns = [0] * len(STAGES)
         self._laps: list[Lap] = []
@@ -80,7 +80,7 @@ class StageClock:
             self.enter(before)
 
     def lap(self, step: int) -> None:
-        """`step` has ended, and the next begins, in the same stage."""
+        """End the lap of `step`; the next begins, in the same stage."""
         if not self._running:
             return
         self._end(self.stage, step)

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
 
-_BACKLOG = 4096  # all ranks connect at the same moment; the kernel caps it
+_BACKLOG = 4096  # all ranks connect at once; the kernel caps it
 
 
 def serve_store(address: str, port: int, timeout: timedelta) -> TCPStore:

@@ -1,4 +1,4 @@
-"""Tensor parallel with sequence parallel: which dimension of each weight is cut, and where ranks communicate.
+"""Tensor parallel with sequence parallel: which dimension of each weight is split, and where ranks communicate.
 
 Between the regions marked here, activations hold T/n positions each (sequence parallel, arXiv:2205.05198); inside
 them, all positions and 1/n of the heads, of the MLP or of the vocabulary.
@@ -15,18 +15,18 @@ from torch.distributed import ProcessGroup
 
 from seatrial.base.box import Box
 from seatrial.model.decoder import Decoder
-from seatrial.parallel.collectives import GatherPositions, ScatterSumPositions
-from seatrial.parallel.overlap_grad import Overlap, ScatteringLinear
+from seatrial.parallel.collectives import AllGatherPositions, ReduceScatterPositions
+from seatrial.parallel.overlap_grad import Overlap, RowParallelLinear
 
 _COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
 _ROW = ("o_proj", "down_proj")
 
 
 def split_dimension(name: str) -> int | None:
-    """The dimension of parameter `name` that tensor parallel cuts; None where every rank holds all of it.
+    """The dimension of parameter `name` that tensor parallel splits; None where it is replicated.
 
-    Those held whole are the norms. They see only part of the positions or heads, so their gradients must be summed
-    over the group: see `ParallelModel`.
+    Replicated are the norms. They see only part of the positions or heads, so their gradients must be summed over the
+    group: see `ParallelModel`.
     """
     module, _, kind = name.rpartition(".")
     module = module.rpartition(".")[2]
@@ -52,7 +52,7 @@ def tensor_box(name: str, shape: tuple[int, ...], size: int, rank: int) -> Box:
     return box.narrow(dim, rank * part, part)
 
 
-class SplitEmbedding(nn.Module):
+class VocabParallelEmbedding(nn.Module):
     """A token embedding of which each rank holds V/n rows; it returns this rank's part of the positions."""
 
     def __init__(self, weight: Tensor, group: ProcessGroup, rank: int) -> None:
@@ -66,13 +66,13 @@ class SplitEmbedding(nn.Module):
         outside_BT = (local_BT < 0) | (local_BT >= self.weight.shape[0])
         rows_BTD = F.embedding(local_BT.masked_fill(outside_BT, 0), self.weight)
         rows_BTD = rows_BTD.masked_fill(outside_BT[:, :, None], 0)
-        return ScatterSumPositions.apply(rows_BTD, self._group)
+        return ReduceScatterPositions.apply(rows_BTD, self._group)
 
 
 def apply_tensor_parallel(
     model: Decoder, group: ProcessGroup, rank: int, sequence_length: int, *, in_parts: bool
 ) -> None:
-    """Cut the weights of `model` (on the meta device) to this rank's part and insert the communication.
+    """Replace the weights of `model` (on the meta device) by this rank's parts, and insert the communication.
 
     `in_parts`: the layers' communication is overlapped with their matrix products, part by part (see `overlap`).
     """
@@ -85,19 +85,19 @@ def apply_tensor_parallel(
 
     def gather_for_logits(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         # `cross_entropy` gathers its own parts.
-        return (GatherPositions.apply(args[0], group), *args[1:]) if args[2] is None else args
+        return (AllGatherPositions.apply(args[0], group), *args[1:]) if args[2] is None else args
 
     overlap = Overlap(group, in_parts=in_parts)
-    # One gather feeds q, k and v, and one feeds gate and up.
+    # One all-gather for q, k and v, and one for gate and up.
     for block in model.blocks:
         attention, mlp = block.self_attn, block.mlp
         attention.project = overlap.project_in_order
-        attention.o_proj = ScatteringLinear(attention.o_proj.get_parameter("weight"), overlap, in_order=True)
+        attention.o_proj = RowParallelLinear(attention.o_proj.get_parameter("weight"), overlap, in_order=True)
         mlp.project = overlap.project
-        mlp.down_proj = ScatteringLinear(mlp.down_proj.get_parameter("weight"), overlap, in_order=False)
+        mlp.down_proj = RowParallelLinear(mlp.down_proj.get_parameter("weight"), overlap, in_order=False)
     trunk = model.model
     if trunk.embed_tokens is not None:
-        trunk.embed_tokens = SplitEmbedding(trunk.embed_tokens.get_parameter("weight"), group, rank)
+        trunk.embed_tokens = VocabParallelEmbedding(trunk.embed_tokens.get_parameter("weight"), group, rank)
     if model.lm_head is not None:
         model.lm_head.register_forward_pre_hook(gather_for_logits)
     model.sequence_length = sequence_length

@@ -1,4 +1,4 @@
-"""Records the time of each step by stage in this rank; always on."""
+"""Records this rank's time in each stage of each step; always on."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from seatrial.record.stages import REPLICATE, SHARD, STAGES, TENSOR, StageWriter
 class Accounting:
     """The stages of this rank's steps, from `model.clock` into the run folder.
 
-    A step's record reaches from the end of the step before it to its own, so a save after step n counts in step n+1.
-    A file that cannot be written ends the record, never the training.
+    A step's record spans from the end of the previous step to its own, so a save after step n counts in step n+1. A
+    file that cannot be written ends the recording, not the training.
     """
 
     def __init__(self, folder: RunFolder, generation: int, model: ParallelModel) -> None:
@@ -29,7 +29,7 @@ class Accounting:
         self._collectives: CollectivesWriter | None = None
 
     def begin(self, first_step: int) -> None:
-        """Start recording: `first_step` starts now."""
+        """Start recording, at the start of `first_step`."""
         try:
             self._writer = StageWriter(
                 self._folder,
@@ -50,13 +50,13 @@ class Accounting:
         self._clock.start()
 
     def lap(self, step: int) -> None:
-        """`step` has ended."""
+        """Record the end of `step`."""
         self._clock.lap(step)
         self._write()
         if self._collectives is not None:
             counted = self._blocked.counted()
             if STAGES[TENSOR] in self._not_separated:
-                counted.pop(STAGES[TENSOR], None)  # only a part of them is seen
+                counted.pop(STAGES[TENSOR], None)  # compiled code hides some of them
             try:
                 self._collectives.add(step, counted)
             except OSError as error:
@@ -68,11 +68,11 @@ class Accounting:
         self._clock.stop()
         self._write()
         writer, self._writer = self._writer, None
-        self._end_collectives()
+        self._close_collectives()
         if writer is not None:
             try:
                 writer.close()
-                # Now, while the process groups have their connections.
+                # While the process groups still have their connections.
                 write_connections(self._folder, self._generation, self._mesh.rank, connections())
             except OSError as error:
                 self._failed(error)
@@ -86,7 +86,7 @@ class Accounting:
         except OSError as error:
             self._failed(error)
 
-    def _end_collectives(self) -> None:
+    def _close_collectives(self) -> None:
         collectives, self._collectives = self._collectives, None
         if collectives is not None:
             try:
@@ -97,16 +97,16 @@ class Accounting:
     def _failed(self, error: OSError) -> None:
         self._blocked.remove()
         self._clock.stop()
-        self._end_collectives()
+        self._close_collectives()
         complain(f"step times by stage are no longer recorded: {error}")
 
 
 def not_separated(model: ParallelModel) -> dict[str, str]:
     """Stages that cannot be separated with these settings -> where their time is counted."""
     settings, layout = model.settings, model.mesh.layout
-    unclear = {}
+    merged = {}
     if settings.compile and layout.tensor > 1 and not settings.async_tensor:
-        unclear[STAGES[TENSOR]] = "inside compiled blocks it counts as forward and backward"
+        merged[STAGES[TENSOR]] = "inside compiled blocks it counts as forward and backward"
     if model.clock.on_accelerator and layout.shard > 1 and layout.replicate > 1:
-        unclear[STAGES[REPLICATE]] = f"waiting for sums over replicas counts as {STAGES[SHARD]}"
-    return unclear
+        merged[STAGES[REPLICATE]] = f"waiting for sums over replicas counts as {STAGES[SHARD]}"
+    return merged

@@ -1,4 +1,4 @@
-"""Callbacks and metrics of other packages: what rank 0 calls with the record of each step."""
+"""Callbacks and metrics of other packages, which rank 0 calls with the record of each step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Callbacks:
                 self._calls[name] = call
 
     def step(self, record: MetricsRecord) -> None:
-        """Call each with `record`. Raises InputError if one fails and the job is to stop then."""
+        """Call each with `record`. Raises InputError if one fails and `on_callback_error` is "stop"."""
         for name, call in list(self._calls.items()):
             self._timed(name, call, record)
 
@@ -46,9 +46,9 @@ class Callbacks:
         return found
 
     def _timed(self, name: str, call: Callable[[MetricsRecord], Any], record: MetricsRecord) -> Any:
-        began = time.perf_counter()
+        start = time.perf_counter()
         value = self._guarded(name, f"at step {record.step}", call, record)
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - start
         if seconds > record.step_time_s and name not in self._slow:
             self._slow.add(name)
             message = f'the {self._kind} "{name}" took {seconds:.2g} s at step {record.step}, more than the step itself'

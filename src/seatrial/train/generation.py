@@ -1,7 +1,7 @@
 """One generation of a worker: join, agree on the state to resume from, train, and keep the state.
 
-A worker that lost its peers holds the state of its last step. It can be given a rank of the next generation and resume
-from there, without reading anything.
+A worker that lost its peers still holds the state of its last step: in the next generation it resumes from it, without
+reading a checkpoint.
 """
 
 from __future__ import annotations
@@ -43,26 +43,26 @@ from seatrial.train.rank import (
     RankEnvironment,
     build,
     build_first,
-    enter,
+    init_distributed,
     load,
     make_loader,
     make_validation,
     timeout_of,
 )
-from seatrial.train.recorder import Known
+from seatrial.train.recorder import SummedStep
 from seatrial.train.records import Records, through_agent
-from seatrial.train.recovery.carried import Carried, carry, restore_carried, share_state
+from seatrial.train.recovery.carried import Carried, broadcast_state, carry, restore_carried
 from seatrial.train.recovery.recover import (
-    NEVER,
-    NOTHING,
+    NO_SNAPSHOT,
+    NO_STEP,
     Offer,
     Source,
     Unfilled,
+    broadcast_from,
     decide,
-    exchange,
     from_memory,
+    gather_offers,
     newest_on_disk,
-    share_from,
 )
 from seatrial.train.recovery.resume import Resume
 from seatrial.train.sample import write_sample
@@ -78,17 +78,17 @@ class GenerationSpec:
     """One generation, as the agent describes it to a worker."""
 
     generation: int
-    place: RankEnvironment
+    environment: RankEnvironment
     layout: Layout
     snapshots: list[dict[str, Any]]
     log: Path
-    inputs: Digests  # digests of the job and the plan that this rank must have read
+    inputs: Digests  # expected digests of the job and the plan
     again: bool = True  # it follows a generation of the same launch
 
     @classmethod
     def from_message(cls, message: RankSpec) -> GenerationSpec:
         """Parse the agent's message, and set torchrun's environment variables from it."""
-        place = RankEnvironment(
+        environment = RankEnvironment(
             rank=message.rank,
             local_rank=message.local_rank,
             world_size=message.world_size,
@@ -96,8 +96,8 @@ class GenerationSpec:
             device=os.environ["SEATRIAL_DEVICE"],
         )
         os.environ.update(
-            RANK=str(place.rank),
-            WORLD_SIZE=str(place.world_size),
+            RANK=str(environment.rank),
+            WORLD_SIZE=str(environment.world_size),
             GROUP_RANK=str(message.slot),
             GROUP_WORLD_SIZE=str(message.slots),
             MASTER_ADDR=message.master_addr,
@@ -105,7 +105,7 @@ class GenerationSpec:
         )
         return cls(
             message.generation,
-            place,
+            environment,
             Layout(**{f.name: message.layout[f.name] for f in fields(Layout)}),
             message.snapshots,
             Path(message.log),
@@ -147,14 +147,14 @@ class TrainWorker:
 
     @property
     def can_park(self) -> bool:
-        """Whether this process may outlive its generation; a CUDA context with broken communicators may not."""
-        return self._generation_spec is not None and self._generation_spec.place.device == "cpu"
+        """Whether this process can be reused for the next generation; a CUDA context with broken communicators cannot."""
+        return self._generation_spec is not None and self._generation_spec.environment.device == "cpu"
 
     def run(self, generation_spec: GenerationSpec) -> Ending:
-        """Train according to `generation_spec` until the run is done or all ranks exit early. Raises any error."""
+        """Train as `generation_spec` says until the run is done or all ranks leave early. Raises any error."""
         self._generation_spec = generation_spec
         job = at_shape(self._job, generation_spec.layout)
-        mesh = enter(job, generation_spec.place, self._store(job, generation_spec))
+        mesh = init_distributed(job, generation_spec.environment, self._store(job, generation_spec))
         records = through_agent(self.supervisor_client, generation_spec.generation, mesh.rank)
         if self._loader is None:
             plan = json.loads(read_unchanged(self.folder.plan_json, generation_spec.inputs))
@@ -186,7 +186,7 @@ class TrainWorker:
     def _store(self, job: Job, generation_spec: GenerationSpec) -> Store:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         timeout = timeout_of(job)
-        if generation_spec.place.rank > 0:
+        if generation_spec.environment.rank > 0:
             timeout_s = timeout.total_seconds()
             wait_for_store(address, port, timeout_s=timeout_s, stop=lambda: self.supervisor_client.abandoned)
             return TCPStore(address, port, None, is_master=False, timeout=timeout)
@@ -194,7 +194,7 @@ class TrainWorker:
             return serve_store(address, port, timeout)
         except OSError as error:
             if error.errno == errno.EADDRINUSE and job.cluster.port is None:
-                # The port was free a moment ago and was not chosen by the user; the next generation takes another.
+                # The port was free when chosen, and not by the user: the next generation uses another.
                 raise ConnectionError(f"the store's port was taken by another process: {error}") from error
             raise InputError(
                 f"rank 0 cannot listen on port {port} of {address}: {error.strerror}",
@@ -210,11 +210,11 @@ class TrainWorker:
             self._snapshots = None
         if loop is not None and generation_spec is not None and loop.applied is not None:
             tensors = carry(loop.model, loop.optimizer)
-            self._kept = _Kept(loop, tensors, generation_spec.layout, generation_spec.place.rank)
+            self._kept = _Kept(loop, tensors, generation_spec.layout, generation_spec.environment.rank)
         del loop
         teardown()
         kept = self._kept
-        return NOTHING if kept is None or kept.loop.applied is None else kept.loop.applied
+        return NO_STEP if kept is None or kept.loop.applied is None else kept.loop.applied
 
     # -- the start of a generation
 
@@ -224,13 +224,13 @@ class TrainWorker:
         kept = self._kept
         if kept is not None and (kept.layout, kept.rank) != (
             generation_spec.layout,
-            generation_spec.place.rank,
+            generation_spec.environment.rank,
         ):
             kept = self._kept = None
-        offers = exchange(mesh, self._offer(generation_spec, kept))
+        offers = gather_offers(mesh, self._offer(generation_spec, kept))
         nearest = decide(offers, generation_spec.layout, 0)
         newest = newest_on_disk(
-            mesh, nearest, Places(job, self.folder).look, partial(_unseen, records, nearest)
+            mesh, nearest, Places(job, self.folder).find_newest, partial(_unseen, records, nearest)
         )
         source = decide(offers, generation_spec.layout, newest)
         if source.kind not in ("disk", "fresh"):
@@ -258,15 +258,15 @@ class TrainWorker:
         return self._make_loop(job, generation_spec, records, model, optimizer, loader, source), source
 
     def _offer(self, generation_spec: GenerationSpec, kept: _Kept | None) -> Offer:
-        moments = [NEVER, NEVER]
+        ids = [NO_SNAPSHOT, NO_SNAPSHOT]
         if self._fds is not None:
             for entry in memory.verified(self._fds, generation_spec.snapshots):
-                moments[entry["slot"]] = (entry["generation"], entry["step"])
-        held = (moments[0], moments[1])
+                ids[entry["slot"]] = (entry["generation"], entry["step"])
+        held = (ids[0], ids[1])
         if kept is None or kept.loop.applied is None:
             return Offer(memory=held)
         ready = kept.loop.ready
-        return Offer(kept.loop.applied, NOTHING if ready is None else ready, held)
+        return Offer(kept.loop.applied, NO_STEP if ready is None else ready, held)
 
     def _from_processes_or_memory(
         self,
@@ -286,8 +286,8 @@ class TrainWorker:
         loop = self._make_loop(job, generation_spec, records, model, optimizer, loader, source)
         if source.kind == "memory":
             assert self._fds is not None
-            wanted = (source.generation, source.step)
-            entry = next(e for e in generation_spec.snapshots if (e["generation"], e["step"]) == wanted)
+            chosen = (source.generation, source.step)
+            entry = next(e for e in generation_spec.snapshots if (e["generation"], e["step"]) == chosen)
             try:
                 restore_from_memory(self._fds[entry["slot"]], entry, model, optimizer, checked=True)
             except Damaged as error:  # changed between two reads of the same memory
@@ -300,21 +300,21 @@ class TrainWorker:
             restore_carried(kept.tensors, model, optimizer)
         if source.kind == "replica" and mesh.replicate is not None:
             replicas = dist.get_process_group_ranks(mesh.replicate)
-            givers = {source.root(offers, generation_spec.layout, r) for r in replicas}
-            for giver in givers - {None}:  # at most one: all take it from the first live replica
-                assert giver is not None
-                share_state(model, optimizer, mesh.replicate, replicas.index(giver))
+            senders = {source.root(offers, generation_spec.layout, r) for r in replicas}
+            for sender in senders - {None}:  # at most one: the first live replica
+                assert sender is not None
+                broadcast_state(model, optimizer, mesh.replicate, replicas.index(sender))
         self._record(mesh, loop, kept, offers, source.step)
         return loop
 
     def _finish_step(
         self, mesh: Mesh, loop: Loop, kept: _Kept | None, offers: list[Offer], step: int
     ) -> None:
-        """Apply the update of `step` in ranks that had its gradients but did not receive the summed vector."""
+        """Apply the update of `step` in ranks that have its gradients but did not receive the summed vector."""
         behind = [r for r, o in enumerate(offers) if o.applied == step - 1 and o.ready == step]
         if not behind:
             return
-        known = Known.from_row(self._share_known(mesh, loop, kept, offers, step))
+        known = SummedStep.from_row(self._broadcast_known(mesh, loop, kept, offers, step))
         if mesh.rank not in behind:
             return
         assert kept is not None
@@ -324,22 +324,22 @@ class TrainWorker:
             kept.loop.applied, kept.loop.ready = step, None
         else:
             kept.loop.apply_ready(known.norm_squared)
-        kept.loop.known = known  # if this generation fails too, this rank may have to supply it
+        kept.loop.known = known  # if this generation fails too, this rank may have to broadcast it
 
     def _record(self, mesh: Mesh, loop: Loop, kept: _Kept | None, offers: list[Offer], step: int) -> None:
-        """Write the last step's record if the rank that writes it died before it could."""
-        row = self._share_known(mesh, loop, kept, offers, step)
+        """Write the last step's record if the writing rank died before it did."""
+        row = self._broadcast_known(mesh, loop, kept, offers, step)
         if mesh.rank == 0 and step > 0:
             loop.record_known(row, step)
 
-    def _share_known(
+    def _broadcast_known(
         self, mesh: Mesh, loop: Loop, kept: _Kept | None, offers: list[Offer], step: int
     ) -> list[float]:
-        """Send the row of a rank that has applied `step` to every rank; all call it."""
-        knows = next(r for r, o in enumerate(offers) if o.applied == step)
+        """Broadcast the row of a rank that has applied `step`; all ranks call it."""
+        source = next(r for r, o in enumerate(offers) if o.applied == step)
         known = kept.loop.known if kept is not None else None
-        own = known.as_row() if known is not None and mesh.rank == knows else [0.0] * loop.known_width
-        return share_from(mesh, knows, own)
+        own = known.as_row() if known is not None and mesh.rank == source else [0.0] * loop.known_width
+        return broadcast_from(mesh, source, own)
 
     def _make_loop(
         self,
@@ -359,8 +359,8 @@ class TrainWorker:
                 optimizer,
                 records=records,
                 every=every,
-                report=self.supervisor_client.tell,
-                # Later snapshots belong to an abandoned trajectory: no rank may roll back to them.
+                report=self.supervisor_client.send,
+                # Later snapshots are from an abandoned trajectory: no rank may roll back to them.
                 held=[entry for entry in generation_spec.snapshots if entry["step"] <= source.step],
             )
         return Loop(
@@ -377,23 +377,23 @@ class TrainWorker:
         )
 
     def _roll_back(self, model: ParallelModel, optimizer: ShardedOptimizer) -> int | None:
-        """Restore the newest snapshot that all ranks have, within a generation; its step, or None without one."""
+        """Within a generation, restore the newest snapshot that all ranks have; its step, or None if there is none."""
         assert self._snapshots is not None
         assert self._fds is not None
         entries = memory.verified(self._fds, self._snapshots.settle())
-        moments = [NEVER, NEVER]
+        ids = [NO_SNAPSHOT, NO_SNAPSHOT]
         for entry in entries:
-            moments[entry["slot"]] = (entry["generation"], entry["step"])
-        source = from_memory(exchange(model.mesh, Offer(memory=(moments[0], moments[1]))))
+            ids[entry["slot"]] = (entry["generation"], entry["step"])
+        source = from_memory(gather_offers(model.mesh, Offer(memory=(ids[0], ids[1]))))
         if source is None:
             return None
-        wanted = (source.generation, source.step)
-        found = next(e for e in entries if (e["generation"], e["step"]) == wanted)
+        chosen = (source.generation, source.step)
+        found = next(e for e in entries if (e["generation"], e["step"]) == chosen)
         self._snapshots.forget_after(source.step)
         return restore_from_memory(self._fds[found["slot"]], found, model, optimizer, checked=True)
 
     def _announce(self, records: Records, generation_spec: GenerationSpec, source: Source) -> None:
-        """Record for the user where training resumes after a failure, or with another layout."""
+        """Record from which state training resumes after a failure, or with another layout."""
         if records.rank != 0:
             return
         if generation_spec.again:
@@ -408,7 +408,7 @@ class TrainWorker:
 
 
 def _unseen(records: Records, source: Source, problem: str) -> None:
-    message = f"the checkpoints are unknown ({problem}): resuming after step {source.step} from memory"
+    message = f"checkpoints cannot be listed ({problem}): resuming after step {source.step} from memory"
     records.event("checkpoints_unseen", message, severity="warning", data={"step": source.step})
 
 
@@ -417,23 +417,21 @@ def _check_stores(stores: Sequence[TokenStore], digests: Sequence[str]) -> None:
     for store, digest in zip(stores, digests, strict=True):
         if store.digest != digest:
             raise InputError(
-                f"{store.place} was recreated during the run: it holds other data",
+                f"{store.place} was recreated during the run: it has other data",
                 hint="restore the old store; or stop the run, and start a new one on the new data",
             )
 
 
 def _remove_leftovers(places: Places, generation: int) -> None:
     """Remove the partial files of earlier generations' saves, each as large as a checkpoint, while training runs."""
-    with contextlib.suppress(
-        OSError, SeatrialError
-    ):  # a start that reads the checkpoints will report the error
+    with contextlib.suppress(OSError, SeatrialError):  # reported by the next start that reads checkpoints
         places.remove_leftovers(before=generation)
 
 
 _WORDS = {
     "carried": "all ranks still had it",
     "replica": "from a live replica",
-    "memory": "from the snapshots in memory",
+    "memory": "from snapshots in memory",
     "disk": "from a checkpoint",
-    "fresh": "from the beginning: no state was left",
+    "fresh": "from the start: no state was left",
 }

@@ -1,4 +1,4 @@
-"""The cost of a step: time, tokens, memory, and the metrics record made from them."""
+"""Time, tokens and memory of a step, and the metrics record of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from seatrial.hardware.mfu import mfu
 from seatrial.job import Job
 from seatrial.model.decoder import MLP, Attention
 from seatrial.parallel.build import ParallelModel
-from seatrial.parallel.overlap_grad import ScatteringLinear
+from seatrial.parallel.overlap_grad import RowParallelLinear
 from seatrial.record.metrics import MetricsRecord
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -33,17 +33,17 @@ def memory_bytes(device: torch.device) -> int:
         return int(f.read().split()[1]) * _PAGE
 
 
-class OwnTime:
-    """Adds up the time of work in which this rank waits for no other, which distinguishes a slow rank from its peers.
+class ComputeTimer:
+    """Adds up this rank's compute time without communication, which distinguishes a slow rank from its peers.
 
-    On a GPU it is device time, between events; a span counts once the device has completed it, so `take` lags by a
+    On a GPU it is device time, between events; a span counts once the device has completed it, so `read` lags by a
     step or two.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._on_accelerator = accelerator.is_accelerator(device)
         self._seconds = 0.0
-        self._begun: float | torch.Event | None = None
+        self._start: float | torch.Event | None = None
         self._paused = False
         self._pending: deque[tuple[torch.Event, torch.Event]] = deque()
         self._handles: list[RemovableHandle] = []
@@ -52,15 +52,15 @@ class OwnTime:
     def start(self) -> None:
         if self._paused:
             return
-        self._begun = accelerator.record(timing=True) if self._on_accelerator else time.perf_counter()
+        self._start = accelerator.record(timing=True) if self._on_accelerator else time.perf_counter()
 
     def stop(self) -> None:
-        """End the span that `start` began, if it began one."""
-        begun, self._begun = self._begun, None
-        if isinstance(begun, float):
-            self._seconds += time.perf_counter() - begun
-        elif begun is not None:
-            self._pending.append((begun, accelerator.record(timing=True)))
+        """End the span begun by `start`, if there is one."""
+        start, self._start = self._start, None
+        if isinstance(start, float):
+            self._seconds += time.perf_counter() - start
+        elif start is not None:
+            self._pending.append((start, accelerator.record(timing=True)))
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -72,26 +72,26 @@ class OwnTime:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Nothing inside counts."""
+        """Time inside does not count."""
         self._paused = True
         try:
             yield
         finally:
             self._paused = False
 
-    def take(self) -> float:
-        """Seconds since the last call."""
+    def read(self) -> float:
+        """Seconds counted since the last call."""
         while self._pending and self._pending[0][1].query():
-            begun, ended = self._pending.popleft()
-            self._seconds += begun.elapsed_time(ended) / 1000
+            start, end = self._pending.popleft()
+            self._seconds += start.elapsed_time(end) / 1000
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
     def watch(self, model: ParallelModel) -> None:
-        """Time the forward passes of attention, MLP and output head: ranks communicate between them, not inside.
+        """Time the forward passes of attention, MLP and output head: communication is between them, not inside.
 
         One block of each stage represents all. A compiled block cannot be hooked inside: then only the head counts.
-        Asynchronous tensor parallel communicates within the projections: then the work between them counts.
+        Tensor parallel communicates within the projections: then the work between them counts.
         """
         for stage in model.stages:
             for block in [] if model.settings.compile else stage.blocks[:1]:
@@ -99,7 +99,7 @@ class OwnTime:
                     (block.self_attn, block.self_attn.o_proj),
                     (block.mlp, block.mlp.down_proj),
                 ):
-                    if isinstance(last, ScatteringLinear):
+                    if isinstance(last, RowParallelLinear):
                         self._span_between(first, last)
                     else:
                         self._span(first, last)
@@ -116,12 +116,11 @@ class OwnTime:
         self._undo.clear()
 
     def _span(self, first: nn.Module, last: nn.Module) -> None:
-        # Registered after tensor parallel's hooks: what it gathers before `first` has arrived, and what it
-        # scatters after `last` comes later.
+        # Registered after tensor parallel's hooks: its gathers before `first` are done, its scatters after `last` follow.
         self._handles.append(first.register_forward_pre_hook(lambda *_: self.start()))
         self._handles.append(last.register_forward_hook(lambda *_: self.stop(), prepend=True))
 
-    def _span_between(self, module: Attention | MLP, last: ScatteringLinear) -> None:
+    def _span_between(self, module: Attention | MLP, last: RowParallelLinear) -> None:
         project = module.project
 
         def projected(x_BtD: Tensor, *linears: nn.Module) -> Sequence[Tensor]:
@@ -138,7 +137,7 @@ class OwnTime:
 
 
 class Meter:
-    """Turns step times into records. `peak` is None, and MFU unknown, for a device not in the catalogue."""
+    """Makes metrics records from step times. MFU is unknown for a device that is not in the catalogue."""
 
     def __init__(self, job: Job, device: torch.device, generation: int) -> None:
         self._job = job
@@ -148,7 +147,7 @@ class Meter:
         self._peak = None
         self._device = device.type
         if accelerator.is_accelerator(device):
-            # The actual device counts, not the one that the job file states.
+            # The actual device, not the one in the job file.
             self._device = accelerator.name(device)
             gpu = find_gpu(self._device)
             self._peak = peak_flops(gpu, job.train.precision) if gpu is not None else None

@@ -1,4 +1,4 @@
-"""Optimizers over the tensors that this rank holds, with the true gradient norm of the whole model."""
+"""Optimizers over this rank's shards, with the gradient norm of the whole model."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def build_optimizer(shards: list[Shard], settings: OptimizerSection) -> ShardedO
 class ShardedOptimizer(ABC):
     """Base of optimizers: state per shard, gradient norm, updates that can be rejected.
 
-    Working on the shards' local tensors, not on DTensors, saves the sharding propagation of every optimizer operation:
-    seconds in the first step.
+    They work on local tensors, not on DTensors, which saves the sharding propagation of every operation: seconds in the
+    first step.
     """
 
     def __init__(self, shards: list[Shard], settings: OptimizerSection) -> None:
@@ -49,19 +49,19 @@ class ShardedOptimizer(ABC):
             if s.local.numel()
         ]
         self._shards = shards
-        # Sticky: on a GPU the next step is in flight before the host has seen that this one was not finite.
+        # Sticky: on a GPU the next step is in flight before the host sees that this one was not finite.
         self._refused = torch.zeros((), dtype=torch.float32, device=shards[0].local.device)
 
     @abstractmethod
     def counts(self) -> list[Tensor]:
-        """One or several counts of the updates made, all alike, fp32 scalars."""
+        """One or several counts of the updates made, all equal, fp32 scalars."""
 
     @abstractmethod
     def _apply(self, lr: float) -> None:
         """Update every slot with its parameter's gradient; change nothing, counts included, where `_refused` is 1."""
 
     def state(self) -> list[tuple[str, Shard, Tensor]]:
-        """(name of the state, shard it belongs to, local values): what a checkpoint saves and fills."""
+        """(name of the state, its shard, local values): what a checkpoint saves and restores."""
         return [(key, slot.shard, values) for slot in self._slots for key, values in slot.state.items()]
 
     def set_step(self, step: int) -> None:
@@ -71,9 +71,9 @@ class ShardedOptimizer(ABC):
 
     @torch.no_grad()
     def squared_norm(self) -> Tensor:
-        """This rank's share of the squared gradient norm, fp32; summed over all ranks it is the true one.
+        """This rank's share of the squared gradient norm, fp32; the sum over all ranks is the whole model's.
 
-        A parameter that several ranks hold counts as the fraction 1/holders in each of them.
+        A parameter on several ranks counts 1/holders in each.
         """
         device = self._slots[0].parameter.device
         total = torch.zeros((), dtype=torch.float32, device=device)
@@ -96,7 +96,7 @@ class ShardedOptimizer(ABC):
         self._refused.zero_()
 
     def clear_gradients(self) -> None:
-        """Drop all gradients, also those of an interrupted step."""
+        """Free all gradients, also those of an interrupted step."""
         for slot in self._slots:
             slot.parameter.grad = None
         for shard in self._shards:
@@ -106,7 +106,7 @@ class ShardedOptimizer(ABC):
     def update(self, lr: float, scale: Tensor | None) -> None:
         """One update with the gradients times `scale`, unless it is refused; clears the gradients.
 
-        Waits for no other rank, so that a rank either has a step's update or does not have it.
+        Without communication, so that the loss of a peer cannot leave it incomplete.
         """
         for slot in self._slots:
             slot.parameter.grad = slot.shard.grad
@@ -149,9 +149,9 @@ class ShardedAdamW(ShardedOptimizer):
 
 
 class ElementwiseOptimizer(ShardedOptimizer):
-    """An optimizer that is one function of each value, its gradient and its states: the base for those of other packages.
+    """An optimizer that is a function of each value, its gradient and its states: the base for other packages.
 
-    A rule that looks at a whole matrix would give another result on shards than on one process.
+    A rule that depends on a whole matrix would give other results on shards than in one process.
     """
 
     def __init__(self, shards: list[Shard], settings: OptimizerSection) -> None:
@@ -184,7 +184,7 @@ class ElementwiseOptimizer(ShardedOptimizer):
                 continue
             decay = self.settings.weight_decay if slot.decays else 0.0
             values, state = self.rule(slot.parameter, gradient, slot.state, lr=lr, decay=decay, count=count)
-            # Chosen on the device, so that the host need not wait; a refused update may hold NaN.
+            # Selected on the device, without a host sync; a refused update may contain NaN.
             slot.parameter.copy_(torch.where(refused, slot.parameter, values))
             for key, kept in slot.state.items():
                 kept.copy_(torch.where(refused, kept, state[key]))

@@ -1,4 +1,4 @@
-"""One rank from process group to last step."""
+"""One rank: process group, data, model, training."""
 
 from __future__ import annotations
 
@@ -82,20 +82,20 @@ class RankEnvironment:
         )
 
 
-def train_rank(folder: RunFolder, generation: int | None, place: RankEnvironment) -> None:
-    """Train the job of `folder` as the rank in `place`; `generation` None: started by hand, unsupervised."""
+def train_rank(folder: RunFolder, generation: int | None, environment: RankEnvironment) -> None:
+    """Train the job of `folder` as the rank in `environment`; `generation` None: started by hand, unsupervised."""
     job = load_job(RunFolder.open(folder.path).job_toml)
-    if place.world_size != job.layout.world_size:
+    if environment.world_size != job.layout.world_size:
         raise InputError(
-            f"the job has {job.layout.world_size} ranks, the environment has {place.world_size}",
+            f"the job has {job.layout.world_size} ranks, the environment has {environment.world_size}",
             hint="start as many ranks as cluster.nodes x cluster.gpus_per_node",
         )
-    mesh = enter(job, place)
+    mesh = init_distributed(job, environment)
     plan = read_plan(folder)
     loader = make_loader(job, folder, plan)
     validation = make_validation(job, folder, plan, loader)
-    begun = nullcontext(generation) if generation is not None else _unsupervised(job, folder, mesh, loader)
-    with begun as number:
+    started = nullcontext(generation) if generation is not None else _unsupervised(job, folder, mesh, loader)
+    with started as number:
         _train(job, folder, number, mesh, loader, validation)
 
 
@@ -131,7 +131,7 @@ def build(job: Job, mesh: Mesh, source: WeightSource) -> tuple[ParallelModel, Sh
 
 
 def build_first(job: Job, mesh: Mesh, resume: Resume) -> tuple[ParallelModel, ShardedOptimizer]:
-    """Build model and optimizer of a run without a checkpoint. Raises RunFailed if it has saved one.
+    """Build model and optimizer for a fresh start. Raises RunFailed if the run has saved a checkpoint.
 
     All ranks call it.
     """
@@ -146,12 +146,12 @@ def load(
     loader: BatchLoader,
     worth: Callable[[int], bool] = lambda step: True,
 ) -> tuple[ParallelModel, ShardedOptimizer, Progress] | None:
-    """Model and optimizer from the latest undamaged checkpoint whose step is `worth` it; None if there is none.
+    """Model and optimizer from the newest undamaged checkpoint whose step `worth` accepts; None if there is none.
 
-    All ranks call it. Raises RunFailed if the checkpoint continues at another sample than this job.
+    All ranks call it. Raises RunFailed if the checkpoint's next sample is not this job's.
     """
     built = None
-    while (step := resume.look()) and worth(step):
+    while (step := resume.find_newest()) and worth(step):
         built = built or build(job, mesh, Unfilled())
         progress = resume.fill(partial(state.restore, *built))
         if progress is None:
@@ -159,8 +159,8 @@ def load(
         first = loader.samples(progress.step + 1)[0]
         if progress.next_sample != first:
             raise RunFailed(
-                f"the checkpoint continues at sample {progress.next_sample}, this job's step {progress.step + 1} at "
-                f"{first}",
+                f"the checkpoint continues at sample {progress.next_sample}, but step {progress.step + 1} of this job "
+                f"starts at {first}",
                 hint="the job's global_batch is not the one it was trained with: start over with --fresh",
             )
         return *built, progress
@@ -169,7 +169,7 @@ def load(
 
 @contextmanager
 def _unsupervised(job: Job, folder: RunFolder, mesh: Mesh, loader: BatchLoader) -> Iterator[int]:
-    """A generation started by rank 0 for all ranks, with the run locked as in any other start."""
+    """A generation of ranks started by hand: rank 0 opens and locks the run, as any other start does."""
     if folder.path.name != job.name:
         raise InputError(
             f"{folder.path} belongs to the job {job.name!r}: the folder was renamed",
@@ -180,50 +180,50 @@ def _unsupervised(job: Job, folder: RunFolder, mesh: Mesh, loader: BatchLoader) 
     number = torch.tensor([opened.generation if opened is not None else 0], device=mesh.device)
     generation = int(mesh.sum_over_ranks(number).item())
 
-    def tell(kind: str, message: str) -> None:
+    def report(kind: str, message: str) -> None:
         if opened is not None:
             print(f"seatrial: {message}", file=sys.stderr, flush=True)
             into_file(folder, generation, None).event(kind, message)
 
-    tell("run_started", f"{mesh.layout.world_size} ranks, started by hand, unsupervised")
+    report("run_started", f"{mesh.layout.world_size} ranks, started by hand, unsupervised")
     try:
         yield generation
-        tell("run_finished", f"all {job.train.steps} steps are done")
+        report("run_finished", f"all {job.train.steps} steps are done")
     finally:
         if opened is not None:
             opened.close()
 
 
 def timeout_of(job: Job) -> timedelta:
-    """How long a collective may wait for a rank before it is an error."""
+    """Timeout of collectives."""
     return timedelta(seconds=job.collective_timeout_s)
 
 
-def enter(job: Job, place: RankEnvironment, store: Store | None = None) -> Mesh:
+def init_distributed(job: Job, environment: RankEnvironment, store: Store | None = None) -> Mesh:
     """Join the process group (see `join`), build the mesh of the job's layout, and seed torch; returns the mesh."""
     timeout = timeout_of(job)
-    if job.train.deterministic and place.device != "cpu":
+    if job.train.deterministic and environment.device != "cpu":
         accelerator.make_deterministic()
-    mesh = build_mesh(job.layout, join(place, timeout, store), timeout)
+    mesh = build_mesh(job.layout, join(environment, timeout, store), timeout)
     torch.manual_seed(job.train.seed + mesh.rank)
     return mesh
 
 
-def join(place: RankEnvironment, timeout: timedelta, store: Store | None = None) -> torch.device:
+def join(environment: RankEnvironment, timeout: timedelta, store: Store | None = None) -> torch.device:
     """Join the process group; returns this rank's device. Without a `store`, use the one of torchrun."""
-    device = accelerator.claim(place.device, place.local_rank)
+    device = accelerator.claim(environment.device, environment.local_rank)
     on_accelerator = accelerator.is_accelerator(device)
     threads = os.environ.get("OMP_NUM_THREADS", "" if on_accelerator else "1")
-    if threads:  # torch read the fork server's when it was imported
+    if threads:  # torch read OMP_NUM_THREADS when the fork server imported it
         torch.set_num_threads(int(threads.partition(",")[0]))
     given: dict[str, Any] = {}
     if store is not None:
-        given = {"store": store, "rank": place.rank, "world_size": place.world_size}
+        given = {"store": store, "rank": environment.rank, "world_size": environment.world_size}
     try:
         dist.init_process_group(
             "nccl" if on_accelerator else "gloo",
             timeout=timeout,
-            # NCCL connects the ranks now, on this device, and not in the first collective.
+            # With a device NCCL connects now, not in the first collective.
             device_id=device if on_accelerator else None,
             **given,
         )
@@ -235,8 +235,8 @@ def join(place: RankEnvironment, timeout: timedelta, store: Store | None = None)
             ) from error
         raise
     if on_accelerator:
-        # A group with a device makes `new_group` split its communicator, in which every rank of the world must take
-        # part. Ours are created by their members alone (`parallel.mesh`), and would wait forever.
+        # With a bound device `new_group` splits the world's communicator, a collective over all ranks. Our groups are
+        # created by their members alone (`parallel.mesh`) and would wait forever.
         world = dist.group.WORLD
         assert world is not None
         world.bound_device_id = None
@@ -244,12 +244,12 @@ def join(place: RankEnvironment, timeout: timedelta, store: Store | None = None)
 
 
 def make_loader(job: Job, folder: RunFolder, plan: Mapping[str, Any]) -> BatchLoader:
-    """The batches of the run, from the stores in plan.json, or else prepared here."""
+    """The run's data loader, over the stores in plan.json or, without them, stores prepared here."""
     train = job.train
     cache, blend = data_cache(folder.path.parent), blend_of(job.data)
     known = plan.get("data")
     if known is not None:
-        # The launcher has found, prepared and checked them.
+        # Prepared and checked by the launcher.
         stores = open_stores(known["stores"], cache, job.data.cache_gb)
     else:
         stores = resolve_stores(job.data, cache, folder.path)
@@ -277,7 +277,7 @@ def make_loader(job: Job, folder: RunFolder, plan: Mapping[str, Any]) -> BatchLo
 def make_validation(
     job: Job, folder: RunFolder, plan: Mapping[str, Any], loader: BatchLoader
 ) -> ValidationSet | None:
-    """The validation data of the run, from the store in plan.json, or else prepared here; `loader`: the training data."""
+    """The run's validation data, from the store in plan.json or else prepared here; `loader`: the training data."""
     cache, train, arch = data_cache(folder.path.parent), job.train, job.architecture
     known = plan.get("data", {}).get("validation")
     if known is not None:
@@ -301,7 +301,7 @@ def make_validation(
         store,
         sequence_length=train.sequence_length,
         global_batch=train.global_batch,
-        seed=0,  # not the run's: runs with other seeds are measured on the same samples
+        seed=0,  # not the run's: all runs are validated on the same samples
         vocab_size=arch.vocab_size,
         attend_across_documents=job.data.attend_across_documents,
         ahead=store.ahead,
@@ -311,7 +311,7 @@ def make_validation(
 
 
 def first_weights(job: Job) -> WeightSource:
-    """The source of the weights of a run without a checkpoint."""
+    """The initial weights of a fresh run."""
     if job.model.init_from is None:
         return RandomWeights(job.architecture, job.train.seed)
     tensor_name = family_named(job.architecture.family).tensor_name
@@ -333,6 +333,6 @@ def settings_of(job: Job) -> Settings:
         compile=train.compile,
         reshard_after_forward=job.parallel.reshards,
         async_tensor=job.parallel.async_tensor,
-        # "auto" only in a job.toml that is older than the key: as it was then.
+        # "auto" only in a job.toml older than the key, when it was always "whole".
         accumulate="sharded" if train.accumulate == "sharded" else "whole",
     )

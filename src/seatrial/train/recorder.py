@@ -1,4 +1,4 @@
-"""Rank 0's records of each step, once: the ledger line before anything can depend on the step, then the metrics."""
+"""Rank 0's records of each step, each written once: the ledger line before anything depends on it, then the metrics."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _LOOK_BACK = 64  # ledger lines among which a recent step must be found
 
 
 @dataclass(frozen=True)
-class Known:
-    """The last step a rank knows completely: enough to write its records in place of a rank that did not."""
+class SummedStep:
+    """A step whose summed vector this rank has: enough to write its records in place of rank 0."""
 
     generation: int
     step: int
@@ -42,12 +42,12 @@ class Known:
         return self.values.norm_squared
 
     def as_row(self) -> list[float]:
-        """The values as numbers, for another rank."""
+        """The values as numbers, for a broadcast."""
         own = [float(self.generation), float(self.step), self.seconds, self.data_wait, float(self.skipped)]
         return own + list(self.values.vector)
 
     @classmethod
-    def from_row(cls, row: Sequence[float]) -> Known:
+    def from_row(cls, row: Sequence[float]) -> SummedStep:
         generation, step, seconds, data_wait, skipped = row[:5]
         return cls(int(generation), int(step), StepValues(tuple(row[5:])), seconds, data_wait, bool(skipped))
 
@@ -58,7 +58,7 @@ class Known:
 
 
 class Recorder:
-    """Metrics and ledger of one generation; only rank 0 writes, in other ranks the calls do nothing."""
+    """Metrics and ledger of one generation; only rank 0 writes, on other ranks calls are no-ops."""
 
     def __init__(
         self,
@@ -83,26 +83,26 @@ class Recorder:
         self._highest = 0  # step in the ledger, of this generation
         self._held: MetricsRecord | None = None
 
-    def step(self, known: Known, *, hold: bool = False) -> None:
-        """Record a step. One that is replayed after a rollback keeps its ledger line, and gets new metrics.
+    def step(self, known: SummedStep, *, hold: bool = False) -> None:
+        """Record a step. One replayed after a rollback keeps its ledger line and gets new metrics.
 
         `hold`: its metrics wait for `release`.
         """
-        # A step that was trained and, after a rollback, skipped gets a second line: readers take the last.
+        # A step that was trained and, after a rollback, skipped gets a second line: readers use the last.
         if known.step > self._highest or known.skipped:
             self._write_ledger(known)
             self._highest = max(self._highest, known.step)
         self._write_metrics(known, hold=hold)
 
     def hold_again(self, step: int) -> bool:
-        """Hold the metrics of `step`, of an earlier generation, if they have no validation loss; whether they do."""
+        """Hold the metrics of `step`, of an earlier generation, if they lack a validation loss; returns whether they do."""
         recent = recent_metrics(self._folder, 1) if self._metrics is not None else []
         lacking = [r for r in recent if r.step == step and r.validation_loss is None]
         self._held = lacking[0] if lacking else None
         return bool(lacking)
 
     def release(self, validation_loss: float | None = None, validation_time_s: float | None = None) -> None:
-        """Write what is held, with these values."""
+        """Write the held metrics, with these values."""
         held, self._held = self._held, None
         if held is None or self._metrics is None or self._callbacks is None:
             return
@@ -111,8 +111,8 @@ class Recorder:
         self._metrics.write(held)
         self._callbacks.step(held)
 
-    def once(self, known: Known) -> None:
-        """Record a step of an earlier generation if the rank that writes died before recording it."""
+    def once(self, known: SummedStep) -> None:
+        """Record a step of an earlier generation if rank 0 died before recording it."""
         if self._ledger is None:
             return
         ledger = recent_ledger(self._folder, _LOOK_BACK)
@@ -123,7 +123,7 @@ class Recorder:
             self._write_metrics(known)
 
     def sync(self) -> None:
-        """Make what was written durable: a checkpoint must not outlive the record of its steps and of skipped ones."""
+        """fsync the records: a checkpoint must not outlive the record of its steps and of skipped ones."""
         for writer in (self._metrics, self._ledger):
             if writer is not None:
                 writer.sync()
@@ -136,12 +136,12 @@ class Recorder:
             if writer is not None:
                 writer.close()
 
-    def _write_ledger(self, known: Known) -> None:
+    def _write_ledger(self, known: SummedStep) -> None:
         if self._ledger is not None:
             first, end = self._loader.samples(known.step)
             self._ledger.write(LedgerRecord(known.step, first, end, known.generation, known.skipped))
 
-    def _write_metrics(self, known: Known, *, hold: bool = False) -> None:
+    def _write_metrics(self, known: SummedStep, *, hold: bool = False) -> None:
         if self._extra is None or known.skipped:
             return  # a skipped step has no values
         values = known.values
@@ -163,7 +163,7 @@ class Recorder:
 
 
 def make_guard(job: Job, folder: RunFolder, mesh: Mesh, before: int) -> Guard:
-    """A guard with the history before step `before` as rank 0 reads it: all ranks must judge alike. All call it."""
+    """A guard with rank 0's history before step `before`, so that all ranks decide alike. All ranks call it."""
     window, width = WINDOW, max(WINDOW, job.resilience.max_skipped_steps)
     table = torch.zeros(width, 4, dtype=torch.float64)
     if mesh.rank == 0:

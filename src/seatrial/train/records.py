@@ -1,4 +1,4 @@
-"""How a rank gets events into the run's events.jsonl: through its agent, or directly if it has none.
+"""How a rank writes events to the run's events.jsonl: through its agent, or directly if it has none.
 
 O_APPEND is not atomic across hosts on a network file system: while agents run, only the coordinator writes that file.
 """
@@ -21,7 +21,7 @@ from seatrial.train.supervision.supervisor_client import SupervisorClient
 class Records:
     """Records the events of one rank in one generation; `rank` None: its events concern the whole run.
 
-    `settle()` returns once every earlier event is in the file, on disk. It and `put` may raise OSError.
+    `settle()` returns once every earlier event is on disk. It and `put` may raise OSError.
     """
 
     generation: int
@@ -37,7 +37,7 @@ class Records:
         severity: events.Severity = "info",
         data: dict[str, Any] | None = None,
     ) -> None:
-        """Record an event that happens now."""
+        """Record an event, with the current time."""
         self.put(Event(time.time(), self.generation, kind, severity, message, None, self.rank, data))
 
     def event_of_first(
@@ -48,7 +48,7 @@ class Records:
         severity: events.Severity = "info",
         data: dict[str, Any] | None = None,
     ) -> None:
-        """Record an event that all ranks know; only rank 0 writes it."""
+        """Record an event that all ranks see; only rank 0 writes it."""
         if self.rank == 0:
             self.event(kind, message, severity=severity, data=data)
 

@@ -10,8 +10,9 @@ from seatrial.job.schema import OptimizerSection
 def learning_rate(step: int, steps: int, optimizer: OptimizerSection) -> float:
     """The learning rate of `step` (1 is the first) in a run of `steps`.
 
-    Linear warm-up to `lr` at step `warmup_steps`; then `cosine` falls to `lr x min_lr_ratio` at the last step
-    (arXiv:1608.03983), `wsd` stays and falls linearly over the last `decay_steps` (arXiv:2404.06395), `constant` stays.
+    Linear warm-up to `lr` at step `warmup_steps`; then `cosine` decays to `lr x min_lr_ratio` at the last step
+    (arXiv:1608.03983), `wsd` is constant and decays linearly over the last `decay_steps` (arXiv:2404.06395), `constant`
+    does not decay.
     """
     peak, floor = optimizer.lr, optimizer.lr * optimizer.min_lr_ratio
     warmup = optimizer.warmup_steps

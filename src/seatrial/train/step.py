@@ -1,4 +1,4 @@
-"""One training step: forward and backward, the single vector that is summed over ranks, clipping, the update."""
+"""One training step: forward and backward, one all-reduced vector of values, clipping, the update."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from seatrial.hardware import accelerator
 from seatrial.parallel.build import ParallelModel
 from seatrial.record.messages import Leaving
 from seatrial.record.stages import OPTIMIZER
-from seatrial.train.meter import OwnTime
+from seatrial.train.meter import ComputeTimer
 from seatrial.train.optimizer import ShardedOptimizer
 
-# The vector: loss, squared gradient norm; how many ranks want to yield, are preempted, and are still writing their last
-# snapshot; what only rank 0 knows about checkpoints (`SaveNews`); then, for each block below, one number per rank, to
-# which all other ranks add 0. So the sum is exact there and preserves NaN (gloo's MAX loses NaN).
-_LOSS, _NORM, _YIELD, _PREEMPT, _BUSY, _COMMITTED, _WANTED, _INTERVAL, _AT_RISK = range(9)
+# The vector: loss, squared gradient norm; how many ranks are to yield, are preempted, and are still writing their last
+# snapshot; rank 0's checkpoint status (`SaveStatus`); then, for each block below, one number per rank, to which all
+# other ranks add 0. So the sum is exact there and preserves NaN (gloo's MAX loses NaN).
+_LOSS, _NORM, _YIELD, _PREEMPT, _BUSY, _COMMITTED, _REQUESTED, _INTERVAL, _AT_RISK = range(9)
 _HEAD = 9
 _MEMORY, _SECONDS, _NOT_FINITE, _CHANGED, _PART = range(5)
 _BLOCKS = 5
@@ -29,14 +29,14 @@ INTACT, CHANGED_COPIED, CHANGED = 0, 1, 2  # codes of a rank's state at rest, se
 
 
 @dataclass(frozen=True)
-class SaveNews:
-    """What a rank reports about checkpoints in flight. Attempts are numbered from 1 in each generation; 0: none."""
+class SaveStatus:
+    """A rank's status of the checkpoint in flight. Attempts are numbered from 1 in each generation; 0: none."""
 
-    part: int = 0  # the last attempt whose part this rank has settled; negative: it could not be written
+    part: int = 0  # the last attempt whose part this rank has finished; negative: it could not be written
     committed: int = 0  # the same for the whole checkpoint; this and the fields below come from rank 0 only
-    wanted: bool = False  # save after this step, whether one is due or not
-    interval: int = 0  # steps from one save to the next, where the run chooses; 0: not known yet
-    at_risk_s: float = 0.0  # seconds of training that are in no checkpoint
+    requested: bool = False  # save after this step, even if no save is due
+    interval: int = 0  # steps between saves, where the run chooses; 0: not known yet
+    at_risk_s: float = 0.0  # seconds of training that no checkpoint has
 
 
 @dataclass(frozen=True)
@@ -74,25 +74,25 @@ class StepValues:
 
     @property
     def leaving(self) -> Leaving | None:
-        """What at least one rank was asked to do after this step."""
+        """What at least one rank was asked to do at the end of this step."""
         if self.vector[_PREEMPT] > 0:
             return "preempted"
         return "yielded" if self.vector[_YIELD] > 0 else None
 
     @property
     def busy(self) -> bool:
-        """Whether some rank cannot take a snapshot now: then none does, so all hold snapshots of the same steps."""
+        """Whether some rank cannot take a snapshot now: then none does, so that all have snapshots of the same steps."""
         return self.vector[_BUSY] > 0
 
     @property
-    def saving(self) -> SaveNews:
-        """What rank 0 knows about checkpoints; `part` is 0."""
+    def saving(self) -> SaveStatus:
+        """Rank 0's checkpoint status; `part` is 0."""
         v = self.vector
-        return SaveNews(0, int(v[_COMMITTED]), v[_WANTED] > 0, int(v[_INTERVAL]), v[_AT_RISK])
+        return SaveStatus(0, int(v[_COMMITTED]), v[_REQUESTED] > 0, int(v[_INTERVAL]), v[_AT_RISK])
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """For each rank, the last attempt whose part it has settled, see `SaveNews.part`."""
+        """For each rank, the last attempt whose part it has finished, see `SaveStatus.part`."""
         return tuple(int(v) for v in self._block(_PART))
 
     @property
@@ -102,7 +102,7 @@ class StepValues:
 
     @property
     def local_seconds(self) -> tuple[float, ...]:
-        """For each rank, seconds spent in work that waits for no other rank."""
+        """For each rank, seconds of local compute, without communication."""
         return self._block(_SECONDS)
 
     @property
@@ -112,25 +112,25 @@ class StepValues:
 
     @property
     def changed(self) -> dict[int, int]:
-        """Rank -> code, for the ranks whose state was altered between two updates."""
+        """Rank -> code, for the ranks whose state changed between two updates."""
         return {r: int(v) for r, v in enumerate(self._block(_CHANGED)) if v != 0}
 
 
 class StepResult:
-    """The measurements of a step, copied from the device asynchronously: only reading them waits."""
+    """The values of a step, copied from the device asynchronously: only reading them synchronises."""
 
     def __init__(self, values: Tensor, device: torch.device) -> None:
         """`values`: the summed vector, fp64, on `device`."""
         self._copied: torch.Event | None = None
         self._values = values
         if accelerator.is_accelerator(device):
-            # Pinned memory and an event: an ordinary copy would also wait for the step after this one.
+            # Pinned memory and an event: a synchronous copy would also wait for the next step.
             self._values = accelerator.host_memory(values.shape, values.dtype, device)
             self._values.copy_(values, non_blocking=True)
             self._copied = accelerator.record()
 
     def values(self) -> StepValues:
-        """All measurements; waits for the device."""
+        """All values; waits for the device."""
         if self._copied is not None:
             self._copied.synchronize()
         return StepValues(tuple(self._values.tolist()))
@@ -143,13 +143,13 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Contribution:
-    """What this rank puts into the vector besides loss and norm."""
+    """This rank's entries of the vector besides loss and norm."""
 
-    wants: Leaving | None = None
+    leave_request: Leaving | None = None
     busy: bool = False
-    saving: SaveNews = SaveNews()
-    clock: OwnTime | None = None
-    memory_bytes: Callable[[], int] = lambda: 0  # called after the backward pass: near the peak
+    saving: SaveStatus = SaveStatus()
+    clock: ComputeTimer | None = None
+    memory_bytes: Callable[[], int] = lambda: 0  # called after the backward pass, near the peak
     changed: Callable[[], Tensor | None] = lambda: None  # called before the update: a code, on the device
 
 
@@ -165,36 +165,36 @@ def local_vector(
 ) -> Tensor:
     """Run forward and backward over this rank's sequences; return its share of the vector. Gradients are then final.
 
-    `batch`: ids, targets and the documents they belong to, see `data.loader.Batch`.
+    `batch`: ids, targets and document numbers, see `data.loader.Batch`.
     """
     mesh = model.mesh
     world = mesh.layout.world_size
     loss = model.forward_backward(*batch)
     with model.clock.during(OPTIMIZER), own.clock.running() if own.clock is not None else nullcontext():
-        # Replicas along `replicate` hold the same gradients: the sum over all ranks would count them more than once.
+        # Replicas have the same gradients: the sum over all ranks would count them more than once.
         norm_squared = optimizer.squared_norm() / mesh.layout.replicate
         changed = own.changed()
 
-    def place(block: int) -> int:
+    def index(block: int) -> int:
         return _HEAD + block * world + mesh.rank
 
-    told = torch.zeros(vector_length(world), dtype=torch.float64)
-    told[_YIELD], told[_PREEMPT] = own.wants == "yielded", own.wants == "preempted"
-    told[_BUSY] = own.busy
-    news = own.saving
-    told[place(_PART)] = news.part
+    on_host = torch.zeros(vector_length(world), dtype=torch.float64)
+    on_host[_YIELD], on_host[_PREEMPT] = own.leave_request == "yielded", own.leave_request == "preempted"
+    on_host[_BUSY] = own.busy
+    status = own.saving
+    on_host[index(_PART)] = status.part
     if mesh.rank == 0:
-        told[_COMMITTED], told[_WANTED] = news.committed, news.wanted
-        told[_INTERVAL], told[_AT_RISK] = news.interval, news.at_risk_s
-    told[place(_MEMORY)] = own.memory_bytes()
+        on_host[_COMMITTED], on_host[_REQUESTED] = status.committed, status.requested
+        on_host[_INTERVAL], on_host[_AT_RISK] = status.interval, status.at_risk_s
+    on_host[index(_MEMORY)] = own.memory_bytes()
     if own.clock is not None:
-        told[place(_SECONDS)] = own.clock.take()
-    values = told.to(mesh.device, non_blocking=True)
+        on_host[index(_SECONDS)] = own.clock.read()
+    values = on_host.to(mesh.device, non_blocking=True)
     values[_LOSS] = loss
     values[_NORM] = norm_squared
-    values[place(_NOT_FINITE)] = ~torch.isfinite(values[_LOSS] + values[_NORM])
+    values[index(_NOT_FINITE)] = ~torch.isfinite(values[_LOSS] + values[_NORM])
     if changed is not None:
-        values[place(_CHANGED)] = changed
+        values[index(_CHANGED)] = changed
     return values
 
 
@@ -226,8 +226,8 @@ def train_step(
 ) -> StepResult:
     """Train on this rank's sequences of one global batch, unsupervised.
 
-    The gradient norm is that of the whole model over the whole global batch, before clipping. One exchange carries
-    everything that ranks must know about each other.
+    The gradient norm is that of the whole model over the whole global batch, before clipping. One all-reduce carries
+    all values that ranks exchange.
     """
     values = local_vector(model, optimizer, (ids_BT, target_BT, document_BT), Contribution())
     model.mesh.sum_over_ranks(values)

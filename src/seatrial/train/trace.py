@@ -1,4 +1,4 @@
-"""Records a torch.profiler trace of a few steps of some ranks, as the job asks for (`train.profile_*`)."""
+"""Records a torch.profiler trace of a few steps of some ranks, if the job requests it (`train.profile_*`)."""
 
 from __future__ import annotations
 

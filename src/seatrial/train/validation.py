@@ -1,4 +1,4 @@
-"""The loss on the validation data: the same samples in the same order, in every layout and in every run."""
+"""The validation loss: of the same samples in the same order, in every layout and in every run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from seatrial.parallel.build import ParallelModel
 from seatrial.parallel.loss import NO_TARGET
 from seatrial.record.messages import Leaving
 from seatrial.record.stages import VALIDATION
-from seatrial.train.meter import OwnTime
+from seatrial.train.meter import ComputeTimer
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class ValidationSet:
 
     @property
     def batches(self) -> int:
-        """The last one may be partly empty."""
+        """Number of batches; the last one may be partly empty."""
         return -(-self.samples // self.loader.global_batch)
 
 
@@ -36,27 +36,31 @@ class ValidationSet:
 class Measured:
     """The result of a validation, equal in all ranks."""
 
-    loss: float | None  # mean over the tokens, in nats; None: it was left before its end
+    loss: float | None  # mean over the tokens, in nats; None if interrupted
     seconds: float
-    leaving: Leaving | None  # request to at least one rank in the meantime
+    leaving: Leaving | None  # a leave request to at least one rank meanwhile
 
 
 class Validation:
-    """Measures it with a model that is being trained, of which nothing changes."""
+    """Measures the validation loss during training; model and optimizer do not change."""
 
-    def __init__(self, job: Job, data: ValidationSet, model: ParallelModel, clock: OwnTime | None) -> None:
+    def __init__(
+        self, job: Job, data: ValidationSet, model: ParallelModel, clock: ComputeTimer | None
+    ) -> None:
         """`clock` does not count the time of a validation."""
         self._every, self._last = job.train.validate_every_steps or job.train.steps, job.train.steps
         self._data, self._model, self._clock = data, model, clock
 
     def due(self, step: int) -> bool:
-        """Whether it is measured after the update of `step`."""
+        """Whether a validation follows the update of `step`."""
         return step > 0 and (step % self._every == 0 or step == self._last)
 
-    def measure(self, wants: Callable[[], Leaving | None], progress: Callable[[int], None]) -> Measured:
-        """Measure it; all ranks call this. `progress` gets the number of batches that all ranks have begun, from 1.
+    def measure(
+        self, leave_request: Callable[[], Leaving | None], progress: Callable[[int], None]
+    ) -> Measured:
+        """Validate; all ranks call this. `progress` gets the number of the batch that all ranks begin, from 1.
 
-        If a rank `wants` to leave, all stop after the same batch.
+        On a `leave_request` to any rank, all stop after the same batch.
         """
         begin = time.perf_counter()
         paused = nullcontext() if self._clock is None else self._clock.paused()
@@ -64,25 +68,27 @@ class Validation:
             total, leaving = 0.0, None
             for number in range(1, self._data.batches + 1):
                 progress(number)
-                loss, leaving = self._batch(number, wants())
+                loss, leaving = self._batch(number, leave_request())
                 total += loss
                 if leaving is not None:
                     break
         tokens = self._data.samples * self._data.loader.sequence_length
         return Measured(None if leaving is not None else total / tokens, time.perf_counter() - begin, leaving)
 
-    def _batch(self, number: int, wants: Leaving | None) -> tuple[float, Leaving | None]:
-        """(sum of the losses of batch `number` over all ranks, whether one wants to leave)."""
+    def _batch(self, number: int, leave_request: Leaving | None) -> tuple[float, Leaving | None]:
+        """(sum of the losses of batch `number` over all ranks, a leave request to any of them)."""
         mesh, loader = self._model.mesh, self._data.loader
         share = loader.global_batch // mesh.layout.data_parallel
         first = mesh.data_rank * share
         batch = loader.batch(number, first, share)
-        # Every rank computes whole batches, as in training: what is beyond the last sample does not count.
+        # Every rank computes whole batches, as in training; targets beyond the last sample are masked.
         used = self._data.samples - (number - 1) * loader.global_batch - first
         batch.target_BT[max(0, used) :] = NO_TARGET
         if is_accelerator(mesh.device):
             batch = batch.to(mesh.device)
-        values = torch.tensor([0.0, wants == "yielded", wants == "preempted"], dtype=torch.float64)
+        values = torch.tensor(
+            [0.0, leave_request == "yielded", leave_request == "preempted"], dtype=torch.float64
+        )
         values = values.to(mesh.device)
         values[0] = self._model.validation_loss(*batch)
         loss, yielded, preempted = mesh.sum_over_ranks(values).tolist()

@@ -1,8 +1,8 @@
 """One rank: `python -m seatrial.train.worker RUN_FOLDER --generation N`, with torchrun's environment.
 
-Every way of starting ranks ends here: forked by the fork server, started by an agent, or by torchrun itself. With an
-agent (SEATRIAL_SUPERVISOR in the environment) it is told which rank of which generation it is, perhaps several times.
-Without one nobody supervises it: the ranks begin a generation of their own.
+The entry point of every rank: forked by the fork server, started by an agent, or by torchrun. An agent
+(SEATRIAL_SUPERVISOR in the environment) tells it which rank of which generation it is, possibly several times.
+Without one it is unsupervised: the ranks start a generation themselves.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     supervisor_client = SupervisorClient.from_environment()
     if supervisor_client is not None:
         return _serve(folder, supervisor_client)
-    place = None
+    environment = None
     try:
-        place = RankEnvironment.from_environment()
-        train_rank(folder, arguments.generation, place)
-    except Exception as error:  # noqa: BLE001  the process ends here, whatever it was, and must say why
-        return _report(error, folder, arguments.generation or folder.last_generation(), place)
+        environment = RankEnvironment.from_environment()
+        train_rank(folder, arguments.generation, environment)
+    except Exception as error:  # noqa: BLE001  the process's last frame: every error must be reported
+        return _report(error, folder, arguments.generation or folder.last_generation(), environment)
     return EXIT_DONE
 
 
 def _serve(folder: RunFolder, supervisor_client: SupervisorClient) -> int:
-    """Run one generation after the other, as the agent orders; returns the exit code."""
+    """Run the generations that the agent orders; returns the exit code."""
     worker: TrainWorker | None = None
     log: Path | None = None
     while (order := supervisor_client.next_order()) is not None:
@@ -69,9 +69,9 @@ def _serve(folder: RunFolder, supervisor_client: SupervisorClient) -> int:
                 worker = TrainWorker(folder, supervisor_client, generation_spec.inputs)
             how = worker.run(generation_spec)
         except Exception as error:  # noqa: BLE001  any exception ends this generation and must be reported
-            left = supervisor_client.abandoned or is_consequence(error, generation_spec.place.rank)
+            left = supervisor_client.abandoned or is_consequence(error, generation_spec.environment.rank)
             if worker is None or not worker.can_park or not left:
-                return _report(error, folder, generation_spec.generation, generation_spec.place)
+                return _report(error, folder, generation_spec.generation, generation_spec.environment)
             complain(f"generation {generation_spec.generation} is over: {error}")
             message = str(error)
             traceback.clear_frames(error.__traceback__)  # they reference the model, and with it the groups
@@ -106,9 +106,9 @@ _PEER_GONE = re.compile(
 
 
 def is_consequence(error: BaseException, rank: int | None = None) -> bool:
-    """Whether `error` is only the consequence of another process's exit or failure; `rank` is our own.
+    """Whether `error` only follows from another process's exit or failure; `rank` is this one.
 
-    The pipeline wraps errors of its stages in errors of its own, so the whole chain is examined.
+    Pipelining wraps the errors of its stages, so the whole chain is examined.
     """
     if isinstance(error, PeerSaveFailed):
         return True
@@ -124,22 +124,22 @@ def is_consequence(error: BaseException, rank: int | None = None) -> bool:
     return False
 
 
-def _report(error: Exception, folder: RunFolder, generation: int, place: RankEnvironment | None) -> int:
+def _report(error: Exception, folder: RunFolder, generation: int, environment: RankEnvironment | None) -> int:
     when = time.time()
     text = "".join(traceback.format_exception(error))
     ours = isinstance(error, SeatrialError)
     code = error.exit_code if isinstance(error, SeatrialError) else EXIT_FAILED
     complain(error.render() if isinstance(error, SeatrialError) else text)
-    if place is not None:
-        path = folder.rank_error(generation, place.node, place.rank)
+    if environment is not None:
+        path = folder.rank_error(generation, environment.node, environment.rank)
         record = RankError(
             time=when,
-            rank=place.rank,
-            node=place.node,
+            rank=environment.rank,
+            node=environment.node,
             type=type(error).__name__,
             message=str(error),
             traceback=None if ours else text,
-            consequence=is_consequence(error, place.rank),
+            consequence=is_consequence(error, environment.rank),
             exit_code=code,
             hint=error.hint if isinstance(error, SeatrialError) else None,
         )
@@ -148,8 +148,8 @@ def _report(error: Exception, folder: RunFolder, generation: int, place: RankEnv
             atomic.write_text(path, json.dumps(vars(record)))
         except OSError as second:
             complain(f"could not write {path}: {second}")
-        if place.device != "cpu":
-            # A normal exit would wait for collectives that peers will never join, and never report this.
+        if environment.device != "cpu":
+            # A normal exit would wait for collectives that peers never join.
             sys.stdout.flush()
             os._exit(code)
     return code

@@ -52,7 +52,7 @@ def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return ((ours - theirs).abs().max() / theirs.abs().max()).item()
 
 
-def test_the_bias_lets_through_what_a_position_may_see() -> None:
+def test_bias_masks_later_positions_and_other_documents() -> None:
     bias = document_bias(DOCUMENTS, torch.float32)
     assert bias.dtype == torch.float32
     assert torch.equal(bias == 0, _visible())
@@ -82,8 +82,8 @@ def test_logits_and_every_gradient_with_a_4d_mask(arch: Architecture, oracle: Or
     assert {name: d for name, d in apart.items() if not d <= GRADIENTS} == {}
 
 
-def test_a_document_in_a_pack_is_the_document_alone(arch: Architecture) -> None:
-    """Positions go on over the bounds of documents; only their differences matter to RoPE."""
+def test_a_packed_document_has_the_logits_it_has_alone(arch: Architecture) -> None:
+    """Positions continue across document boundaries; RoPE depends on their differences only."""
     ids = _ids(arch)
     model = load_whole(arch, DictWeights(random_tensors(arch)))
     with torch.no_grad():

@@ -98,7 +98,7 @@ def test_one_checkpoint_as_json_in_shards(
     assert len(err.splitlines()) == len(summary["files"]) - 1  # progress
 
 
-def test_of_a_chosen_step(run: Path, tmp_path: Path) -> None:
+def test_a_chosen_step(run: Path, tmp_path: Path) -> None:
     assert _export(run, "--step", "5", "--out", tmp_path / "out") == 0
     assert _holds(tmp_path / "out", 5)
     with pytest.raises(InputError, match="no checkpoint of step 7") as caught:
@@ -108,7 +108,7 @@ def test_of_a_chosen_step(run: Path, tmp_path: Path) -> None:
         _export(run / "checkpoints" / "step-00000005", "--step", "5", "--out", tmp_path / "other")
 
 
-def test_what_is_newer_in_the_fallback_is_taken(
+def test_a_newer_checkpoint_in_the_fallback_is_exported(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with (run / "job.toml").open("a") as f:
@@ -139,7 +139,7 @@ def test_bfloat16(run: Path, tmp_path: Path) -> None:
     assert {weights.dtype(name) for name in weights.names()} == {torch.bfloat16}
 
 
-def test_a_tokenizer_that_is_gone_is_told(
+def test_a_missing_tokenizer_is_reported(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (run / "job.toml").write_text('[data]\ntokenizer = "/nowhere/tokenizer.json"\n')
@@ -183,6 +183,6 @@ def test_sizes(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-1GB", "0", "5 apples"])
-def test_not_sizes(text: str) -> None:
+def test_invalid_sizes(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="is not a size"):
         export._size(text)

@@ -20,7 +20,7 @@ def model() -> Decoder:
     return load_whole(ARCH, DictWeights(random_tensors(ARCH)))
 
 
-def test_loads_every_weight_in_the_dtype_asked_for() -> None:
+def test_loads_every_weight_in_the_requested_dtype() -> None:
     tensors = random_tensors(ARCH)
     model = load_whole(ARCH, DictWeights(tensors), dtype=torch.bfloat16)
     assert not model.training
@@ -28,14 +28,14 @@ def test_loads_every_weight_in_the_dtype_asked_for() -> None:
         assert torch.equal(p, tensors[name].to(torch.bfloat16))
 
 
-def test_the_seed_decides(model: Decoder) -> None:
+def test_the_same_seed_gives_the_same_ids(model: Decoder) -> None:
     one = generate(model, [1, 2, 3], tokens=12, seed=1)
     assert len(one) == 12
     assert one == generate(model, [1, 2, 3], tokens=12, seed=1)
     assert one != generate(model, [1, 2, 3], tokens=12, seed=2)
 
 
-def test_temperature_zero_and_top_k_one_take_the_likeliest(model: Decoder) -> None:
+def test_temperature_zero_and_top_k_one_are_greedy(model: Decoder) -> None:
     ids = [1, 2, 3]
     with torch.no_grad():
         for _ in range(6):
@@ -44,7 +44,7 @@ def test_temperature_zero_and_top_k_one_take_the_likeliest(model: Decoder) -> No
     assert generate(model, [1, 2, 3], tokens=6, top_k=1, seed=9) == ids[3:]
 
 
-def test_top_k_and_temperature_shape_the_choice(model: Decoder) -> None:
+def test_top_k_and_temperature_change_the_distribution(model: Decoder) -> None:
     with torch.no_grad():
         logits = model(torch.tensor([[7]]))[0, -1]
     drawn = [generate(model, [7], tokens=1, top_k=3, temperature=0.7, seed=s)[0] for s in range(300)]
@@ -73,7 +73,7 @@ def test_the_context_is_cropped() -> None:
     assert max(seen) == 8
 
 
-def test_training_goes_on_after_a_sample() -> None:
+def test_training_continues_after_sampling() -> None:
     model = load_whole(ARCH, RandomWeights(ARCH, 0))
     generate(model, [1] * 30, tokens=2, seed=0)
     model.train()(torch.ones(1, 16, dtype=torch.int64)).sum().backward()
@@ -84,6 +84,6 @@ def test_training_goes_on_after_a_sample() -> None:
     ("prompt", "options"),
     [([], {}), ([257], {}), ([-1], {}), ([1], {"temperature": -1.0}), ([1], {"top_k": 0})],
 )
-def test_refuses(model: Decoder, prompt: list[int], options: dict[str, float]) -> None:
+def test_invalid_arguments_are_refused(model: Decoder, prompt: list[int], options: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"prompt|temperature"):
         generate(model, prompt, tokens=1, seed=0, **options)  # type: ignore[arg-type]

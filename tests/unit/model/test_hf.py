@@ -168,7 +168,7 @@ class TestTiedFiles:
 
 
 class TestCheck:
-    def test_lists_everything_at_once_by_layer(self, tmp_path: Path) -> None:
+    def test_reports_all_problems_at_once_by_layer(self, tmp_path: Path) -> None:
         tensors = random_tensors(UNTIED)
         for i in range(2):
             tensors[f"model.layers.{i}.self_attn.o_proj.bias"] = torch.zeros(64)
@@ -183,7 +183,7 @@ class TestCheck:
             "model.layers.*.mlp.up_proj.weight (layers 0-1) is missing",
             "model.layers.1.input_layernorm.weight is stored as U8: quantised weights cannot be trained",
             "model.norm.weight has shape [63], the model needs [64]",
-            "model.layers.*.self_attn.o_proj.bias (layers 0-1) is no parameter of this model",
+            "model.layers.*.self_attn.o_proj.bias (layers 0-1) is not a parameter of this model",
         ]
         with pytest.raises(InputError, match="quantised"):
             weights.read("model.layers.1.input_layernorm.weight", Box((0,), (64,)), torch.float32)
@@ -242,16 +242,16 @@ class TestFolders:
         assert len(text) == 5
         assert "which is missing" in text[0]
         assert "00001-of-00005" in text[0]
-        assert "is cut off or damaged" in text[1]
+        assert "is truncated or damaged" in text[1]
         assert "git lfs pull" in text[2]
-        assert "promises" in text[3]
+        assert "lists in it" in text[3]
         assert "cannot be read" in text[4]
 
     @pytest.mark.parametrize("size", [0, 4, 100])
     def test_one_truncated_file(self, size: int, tmp_path: Path) -> None:
         folder = _saved(tmp_path / "m", random_tensors(TIED))
         os.truncate(folder / WEIGHTS, size)
-        with pytest.raises(InputError, match="cut off or damaged"):
+        with pytest.raises(InputError, match="truncated or damaged"):
             HuggingFaceWeights(folder)
 
     @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ class TestWriting:
         assert told[-1] == (written.bytes, written.bytes)
         assert len({p.stat().st_mode for p in (tmp_path / "a" / "b").iterdir()}) == 1
 
-    def test_what_is_there_is_kept(self, tmp_path: Path) -> None:
+    def test_existing_files_are_not_overwritten(self, tmp_path: Path) -> None:
         source = DictWeights(random_tensors(TIED))
         (tmp_path / "full").mkdir()
         (tmp_path / "full" / "precious").touch()
@@ -318,14 +318,14 @@ class TestWriting:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert os.listdir(tmp_path) == []
 
-    def test_a_place_that_is_a_file(self, tmp_path: Path) -> None:
+    def test_an_output_path_below_a_file_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "f").touch()
         source = DictWeights(random_tensors(TIED))
         for out in (tmp_path / "f", tmp_path / "f" / "below"):
             with pytest.raises(InputError):
                 write_huggingface(source, TIED, out)
 
-    def test_somebody_else_takes_the_name(self, tmp_path: Path) -> None:
+    def test_another_process_creates_the_folder_meanwhile(self, tmp_path: Path) -> None:
         def take(done: int, total: int) -> None:
             (tmp_path / "out" / "theirs").mkdir(parents=True)
 
@@ -343,7 +343,7 @@ class TestWriting:
             write_huggingface(DictWeights(random_tensors(TIED)), TIED, tmp_path / "out")
         assert os.listdir(tmp_path) == []
 
-    def test_the_tokenizer_comes_along(self, tmp_path: Path) -> None:
+    def test_tokenizer_files_are_copied(self, tmp_path: Path) -> None:
         source = DictWeights(random_tensors(TIED))
         there = tmp_path / "t"
         there.mkdir()

@@ -70,7 +70,7 @@ def test_names_seeds_and_blocks_differ() -> None:
     assert same_bytes(embedding, _whole()[EMBEDDING])
 
 
-def test_the_values_of_a_seed_stay() -> None:
+def test_values_of_a_seed_do_not_change() -> None:
     # A change here changes every run that is started again from the same job file.
     read = RandomWeights(ARCH, 1234).read(EMBEDDING, Box((0, 0), (1, 4)), torch.float32)
     torch.testing.assert_close(

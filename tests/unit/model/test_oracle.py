@@ -90,7 +90,7 @@ def test_bf16_logits(arch: Architecture, oracle: Oracle) -> None:
     assert _error(ours, theirs) <= 1.5 * _error(theirs, exact) <= 0.04
 
 
-def test_the_parts_of_a_pipeline_make_the_whole(arch: Architecture) -> None:
+def test_pipeline_stages_compute_what_the_whole_model_does(arch: Architecture) -> None:
     tensors, ids = random_tensors(arch), _ids(arch)
     whole = load_whole(arch, DictWeights(tensors))
     n = arch.num_hidden_layers

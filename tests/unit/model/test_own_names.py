@@ -93,14 +93,14 @@ def weights(published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return found
 
 
-def test_its_weights_compute_what_transformers_computes(weights: HuggingFaceWeights, oracle: Oracle) -> None:
+def test_its_logits_match_transformers(weights: HuggingFaceWeights, oracle: Oracle) -> None:
     theirs = oracle.model(LLAMA, random_tensors(EXAONE))
     with torch.no_grad():
         assert torch.equal(load_whole(EXAONE, weights)(IDS), theirs(IDS).logits)
 
 
 @pytest.mark.parametrize("limit", [10**9, 20_000])
-def test_it_is_written_as_it_was_read(
+def test_export_restores_its_own_names(
     limit: int, published: Path, weights: HuggingFaceWeights, tmp_path: Path
 ) -> None:
     written = write_huggingface(weights, EXAONE, tmp_path / "out", max_shard_bytes=limit)
@@ -116,9 +116,7 @@ def test_it_is_written_as_it_was_read(
     assert read_config(tmp_path / "out") == EXAONE
 
 
-def test_what_is_wrong_is_told_in_the_names_of_the_files(
-    published: Path, weights: HuggingFaceWeights
-) -> None:
+def test_problems_use_the_names_in_the_files(published: Path, weights: HuggingFaceWeights) -> None:
     tensors = load_file(published / WEIGHTS)
     for layer in range(EXAONE.num_hidden_layers):
         del tensors[f"transformer.h.{layer}.ln_2.weight"]
@@ -132,7 +130,7 @@ def test_what_is_wrong_is_told_in_the_names_of_the_files(
     assert "these are the names of a base model" not in said
 
 
-def test_a_tied_pair_that_is_stored_as_the_head(published: Path, weights: HuggingFaceWeights) -> None:
+def test_a_tied_pair_stored_under_the_heads_name(published: Path, weights: HuggingFaceWeights) -> None:
     tensors = load_file(published / WEIGHTS)
     expected = tensors["lm_head.weight"] = tensors.pop("transformer.wte.weight")
     save_file(tensors, published / WEIGHTS)
@@ -141,7 +139,7 @@ def test_a_tied_pair_that_is_stored_as_the_head(published: Path, weights: Huggin
     assert again.shape(EMBEDDING) == tuple(expected.shape)
 
 
-def test_missing_keys_mean_what_its_own_code_means() -> None:
+def test_missing_keys_have_the_familys_defaults() -> None:
     small = {k: v for k, v in config().items() if k not in ("layer_norm_epsilon", "num_key_value_heads")}
     a = architecture_from_config(small)
     assert (a.rms_norm_eps, a.num_key_value_heads) == (1e-5, EXAONE.num_attention_heads)
@@ -155,6 +153,6 @@ def test_missing_keys_mean_what_its_own_code_means() -> None:
         ({"num_layers": None}, "missing keys: num_hidden_layers"),
     ],
 )
-def test_what_we_would_compute_differently_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_unsupported_config_values_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         architecture_from_config(config() | changes)

@@ -47,7 +47,7 @@ def rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int
 @pytest.mark.parametrize(
     ("dtype", "most"), [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 0.02)], ids=str
 )
-def test_value_and_gradients_are_those_of_whole_logits(dtype: torch.dtype, most: float, rows: int) -> None:
+def test_value_and_gradients_match_whole_logits(dtype: torch.dtype, most: float, rows: int) -> None:
     ours, theirs = _input(dtype), _input(dtype)
     loss = _ours(*ours)
     assert loss.isnan(), "known only after the backward pass"
@@ -64,7 +64,7 @@ def test_value_and_gradients_are_those_of_whole_logits(dtype: torch.dtype, most:
         assert abs(total - _plain(*theirs)) <= most * total
 
 
-def test_each_gradient_can_be_had_by_itself(rows: int) -> None:
+def test_each_gradient_can_be_computed_alone(rows: int) -> None:
     """A zero-bubble pipeline asks for the input's first, for the weight's in a later pass."""
     x_BTD, weight_VD, target_BT = _input(torch.float64)
     hidden = x_BTD * 1.0
@@ -82,7 +82,7 @@ def test_each_gradient_can_be_had_by_itself(rows: int) -> None:
     torch.testing.assert_close(of_weight, theirs[1].grad, rtol=0, atol=1e-13)
 
 
-def test_a_value_that_is_not_finite_shows() -> None:
+def test_a_nan_input_gives_a_nan_loss_and_gradients() -> None:
     x_BTD, weight_VD, target_BT = _input(torch.float32)
     with torch.no_grad():
         x_BTD[0, 2, 0] = float("nan")
@@ -108,7 +108,7 @@ def test_positions_of_a_part(columns: int, positions: int, rows: int) -> None:
     assert loss_rows.loss_rows(columns, positions) == rows
 
 
-def test_the_heads_gradient_in_bf16_is_nearly_that_of_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bf16_weight_gradient_is_close_to_that_of_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a part may have few logits, and the fp64 gradient is known."""
     torch.manual_seed(0)
     x_BTD, target_BT = torch.randn(1, 2048, 64).bfloat16(), torch.randint(0, 512, (1, 2048))
@@ -127,7 +127,7 @@ def test_the_heads_gradient_in_bf16_is_nearly_that_of_one_part(monkeypatch: pyte
 
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1.1), (torch.bfloat16, 1.6)], ids=str)
-def test_it_needs_less_than_two_bytes_a_logit(dtype: torch.dtype, most: float) -> None:
+def test_peak_memory_is_below_two_bytes_per_logit(dtype: torch.dtype, most: float) -> None:
     """Beside the gradients that it returns, on fake tensors."""
     positions, width, vocabulary = 2048, 896, 152_064
     from torch._subclasses.fake_tensor import FakeTensorMode

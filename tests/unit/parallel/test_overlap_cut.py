@@ -24,17 +24,17 @@ def test_in_parts_and_in_order_are_inverse(cut: Cut) -> None:
 
 
 @given(cuts)
-def test_a_part_has_the_positions_that_a_gather_of_it_brings(cut: Cut) -> None:
+def test_a_part_has_the_rows_of_its_all_gather(cut: Cut) -> None:
     """The rows of part p: what each rank sends as its part p, rank after rank."""
     ranks_BtD = _numbered(cut).chunk(cut.ranks, dim=1)
-    sent = zip(*(cut.pieces(x_BtD) for x_BtD in ranks_BtD), strict=True)
+    sent = zip(*(cut.local_parts(x_BtD) for x_BtD in ranks_BtD), strict=True)
     gathered = torch.cat([piece.flatten() for of_all_ranks in sent for piece in of_all_ranks])
-    assert torch.equal(cut.in_parts(_numbered(cut)), cut.arrived(gathered[:, None]))
-    assert torch.equal(cut.leaving(cut.arrived(gathered[:, None])), gathered[:, None])
+    assert torch.equal(cut.in_parts(_numbered(cut)), cut.after_gather(gathered[:, None]))
+    assert torch.equal(cut.before_scatter(cut.after_gather(gathered[:, None])), gathered[:, None])
 
 
 @given(cuts)
-def test_single_sequences_are_in_order_as_they_are(cut: Cut) -> None:
+def test_parts_of_single_sequences_are_not_copied(cut: Cut) -> None:
     rows = cut.in_parts(_numbered(cut))
     ordered = cut.in_order(rows)
     if cut.parts in (1, cut.sequence_parts) and cut.sequence_parts == cut.sequences:

@@ -32,13 +32,13 @@ def _random(*shape: int) -> Tensor:
 @pytest.mark.parametrize("microbatch", [1, B])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("in_parts", [False, True])
-def test_gather_and_products(name: str, microbatch: int, biased: bool, in_parts: bool) -> None:
+def test_all_gather_matmul(name: str, microbatch: int, biased: bool, in_parts: bool) -> None:
     x, weights = _random(microbatch, t, D), [_random(O, D), _random(2 * O, D)]
     biases = [_random(O), _random(2 * O)] if biased else []
     torch.library.opcheck(
-        overlap_ops.gather_products_op, (x, weights, biases, in_parts, name), test_utils=CHECKS
+        overlap_ops.all_gather_matmul_op, (x, weights, biases, in_parts, name), test_utils=CHECKS
     )
-    outs = overlap_ops.gather_products_op(x, weights, biases, in_parts, name)
+    outs = overlap_ops.all_gather_matmul_op(x, weights, biases, in_parts, name)
     cut = Cut.of(microbatch, t, 1, in_parts=in_parts)
     for out, weight, bias in zip(outs, weights, biases or [None, None], strict=True):
         expected = torch.nn.functional.linear(x, weight, bias)
@@ -56,7 +56,7 @@ def test_gather_and_products(name: str, microbatch: int, biased: bool, in_parts:
     grads = [torch.randn_like(out) for out in outs]
     plain = [w.detach() for w in weights]
     torch.library.opcheck(
-        overlap_ops._gather_products_backward_op,
+        overlap_ops._all_gather_matmul_backward_op,
         (grads, x.detach(), plain, biased, in_parts, name),
         test_utils=CHECKS,
     )
@@ -64,22 +64,22 @@ def test_gather_and_products(name: str, microbatch: int, biased: bool, in_parts:
 
 @pytest.mark.parametrize("microbatch", [1, B])
 @pytest.mark.parametrize("in_parts", [False, True])
-def test_product_and_scatter(name: str, microbatch: int, in_parts: bool) -> None:
+def test_matmul_reduce_scatter(name: str, microbatch: int, in_parts: bool) -> None:
     h, weight = _random(microbatch, t, O), _random(D, O)
     cut = Cut.of(microbatch, t, 1, in_parts=in_parts)
     torch.library.opcheck(
-        overlap_ops.product_scatter_op,
+        overlap_ops.matmul_reduce_scatter_op,
         (cut.in_parts(h), weight, microbatch, in_parts, name),
         test_utils=CHECKS,
     )
-    y = overlap_ops.product_scatter_op(cut.in_parts(h), weight, microbatch, in_parts, name)
+    y = overlap_ops.matmul_reduce_scatter_op(cut.in_parts(h), weight, microbatch, in_parts, name)
     assert torch.allclose(y, h @ weight.t(), atol=1e-6)
     ours = torch.autograd.grad(y.square().sum(), (h, weight))
     theirs = torch.autograd.grad((h @ weight.t()).square().sum(), (h, weight))
     for a, b in zip(ours, theirs, strict=True):
         assert torch.allclose(a, b, atol=1e-4)
     torch.library.opcheck(
-        overlap_ops._product_scatter_backward_op,
+        overlap_ops._matmul_reduce_scatter_backward_op,
         (torch.randn(microbatch, t, D), cut.in_parts(h).detach(), weight.detach(), in_parts, name),
         test_utils=CHECKS,
     )

@@ -108,7 +108,7 @@ class TestOnTheWallClock:
         assert told(clock) == {1: STEP, 2: STEP}
         assert told(clock) == {}
 
-    def test_all_time_of_a_validation_is_its_own(self, wall: Wall) -> None:
+    def test_only_counts_all_time_for_one_stage(self, wall: Wall) -> None:
         clock = StageClock(CPU)
         clock.start()
         with clock.only(VALIDATION):
@@ -118,7 +118,7 @@ class TestOnTheWallClock:
         one_step(clock, wall, 1)
         assert told(clock) == {1: STEP | {"validation": 7.0}}
 
-    def test_an_error_inside_a_stage_ends_it(self, wall: Wall) -> None:
+    def test_an_error_inside_a_stage_restores_the_one_before(self, wall: Wall) -> None:
         clock = StageClock(CPU)
         clock.start()
         with pytest.raises(RuntimeError), clock.during(BACKWARD):
@@ -149,7 +149,7 @@ class TestOnADevice:
         device.done = device.ms
         assert told(clock) == {2: STEP}
 
-    def test_events_are_used_again(self, device: Device) -> None:
+    def test_events_are_reused(self, device: Device) -> None:
         clock = StageClock(CUDA)
         clock.start()
         for step in range(1, 20):
@@ -232,7 +232,7 @@ class TestCollectives:
         assert len(ranges) == 3
         assert "tensor allreduce bytes=24 ranks=1" in ranges
 
-    def test_torch_is_as_before_afterwards(self, world: Any) -> None:
+    def test_remove_restores_torchs_methods(self, world: Any) -> None:
         def methods() -> dict[str, Any]:
             return {**{f"g{n}": v for n, v in vars(ProcessGroup).items()}, "wait": vars(Work)["wait"]}
 

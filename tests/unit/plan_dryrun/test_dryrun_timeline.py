@@ -42,8 +42,8 @@ def test_late_storage_kind_is_retroactive_and_first_kind_wins() -> None:
     log.mark("a")
     log.resize(1, 50)
     log.mark("b")
-    log.call(1, "gradients")
-    log.call(1, "gathered weights")
+    log.set_kind(1, "gradients")
+    log.set_kind(1, "gathered weights")
     assert log.peaks()["a#+0"].kinds == {"gradients": 50}
 
 
@@ -81,7 +81,7 @@ def test_sizes_are_rounded_up_as_the_allocator_does() -> None:
 
 def test_what_is_alive_stays_when_another_step_begins() -> None:
     log = Timeline()
-    log.call(0, "parameters")
+    log.set_kind(0, "parameters")
     log.resize(0, 10)
     log.mark("a")
     log.resize(1, 100)

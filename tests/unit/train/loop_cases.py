@@ -67,7 +67,7 @@ class ValidationBatches(Batches):
 
 @dataclass
 class Watcher:
-    """A supervisor that remembers, and wants what it is told to want."""
+    """A supervisor that remembers, and leave_request what it is told to want."""
 
     leave: dict[int, Leaving] = field(default_factory=dict)  # number of the question -> answer
     beats: list[tuple[int, bool]] = field(default_factory=list)
@@ -75,7 +75,7 @@ class Watcher:
     validated: list[tuple[int, int]] = field(default_factory=list)
     asked: int = 0
 
-    def wants(self) -> Leaving | None:
+    def leave_request(self) -> Leaving | None:
         self.asked += 1
         return self.leave.get(self.asked)
 
@@ -108,7 +108,7 @@ class Copies:
         self.after_take: Callable[[int], None] = lambda step: None
 
     @property
-    def reach(self) -> int | None:
+    def rollback_bound(self) -> int | None:
         return max(self.taken, default=None)
 
     def due(self, step: int) -> bool:
@@ -211,7 +211,7 @@ class Run:
     def train_one(self, step: int) -> None:
         """One step, and what is recorded of it."""
         self.loop._start(step)
-        self.loop._read_results(leave=self.loop._ahead)
+        self.loop._read_results(leave=self.loop._max_in_flight)
 
     @torch.no_grad()
     def resume_from(self, other: Run) -> None:

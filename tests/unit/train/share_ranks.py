@@ -34,7 +34,7 @@ def main(rank: int, folder: Path) -> None:
     before = everything(model, optimizer)
     assert dist.group.WORLD is not None
     with mock.patch.object(carried, "_BUCKET_BYTES", 5000):  # several, and some tensors larger than one
-        carried.share_state(model, optimizer, dist.group.WORLD, GIVER)
+        carried.broadcast_state(model, optimizer, dist.group.WORLD, GIVER)
     for when, values in (("before", before), ("after", everything(model, optimizer))):
         save_file(values, folder / f"{when}-{rank}.safetensors")
     dist.destroy_process_group()

@@ -32,7 +32,7 @@ def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install_examples(tmp_path / "site", monkeypatch)
 
 
-def test_it_gets_the_record_of_every_step(tmp_path: Path) -> None:
+def test_a_callback_gets_the_record_of_every_step(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", LOSSES)
     (tmp_path / "run" / "reports").mkdir()
     run.loop.run(1)
@@ -44,7 +44,7 @@ def test_it_gets_the_record_of_every_step(tmp_path: Path) -> None:
     ]
 
 
-def test_one_that_fails_is_named_and_left_out(tmp_path: Path) -> None:
+def test_a_failing_callback_is_reported_and_dropped(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", LOSSES)  # without the folder that it writes to
     run.loop.run(1)
     (event,) = (e for e in read_events(run.folder)[0] if e.kind == "callback_failed")
@@ -53,13 +53,13 @@ def test_one_that_fails_is_named_and_left_out(tmp_path: Path) -> None:
     assert len(read_metrics(run.folder)[0]) == 8
 
 
-def test_one_that_fails_ends_the_run_if_the_job_says_so(tmp_path: Path) -> None:
+def test_on_callback_error_stop_ends_the_run(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", LOSSES, "train.on_callback_error=stop")
     with pytest.raises(InputError, match='the callback "losses" failed at step 1'):
         run.loop.run(1)
 
 
-def test_a_slow_one_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_callback_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install({"seatrial.callbacks": {"slow": "seatrial_slow:Slow"}}, tmp_path / "slow", monkeypatch)
     (tmp_path / "slow" / "seatrial_slow.py").write_text(SLOW)
     run = Run(tmp_path / "run", 'train.callbacks=["slow"]', "train.steps=3")

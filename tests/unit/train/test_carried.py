@@ -17,7 +17,7 @@ from seatrial.job.layout import Layout
 from seatrial.train.recovery.carried import _buckets, carry, restore_carried
 
 
-def test_a_new_model_goes_on_where_the_old_one_was() -> None:
+def test_carried_state_is_restored_in_a_new_model() -> None:
     torch.manual_seed(3)
     model, optimizer = build()
     train(model, optimizer, range(3))
@@ -47,11 +47,11 @@ def test_a_new_model_goes_on_where_the_old_one_was() -> None:
     assert_same(everything(other, its_optimizer), straight)
 
 
-def test_only_the_same_place_can_take_it() -> None:
+def test_another_rank_or_layout_is_refused() -> None:
     model, optimizer = build()
     kept = carry(*cut(model, optimizer, 0, Layout(shard=2)))
     for rank, layout in ((1, Layout(shard=2)), (0, Layout(shard=4)), (0, Layout(replicate=2, shard=2))):
-        with pytest.raises(ValueError, match="cannot take rank 0"):
+        with pytest.raises(ValueError, match="cannot use the state of rank 0"):
             restore_carried(kept, *cut(model, optimizer, rank, layout))
     part, its_optimizer = cut(model, optimizer, 0, Layout(shard=2))
     part.shards = part.shards[1:]
@@ -59,7 +59,7 @@ def test_only_the_same_place_can_take_it() -> None:
         restore_carried(kept, part, its_optimizer)
 
 
-def test_buckets_are_of_one_type_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buckets_have_one_dtype_and_a_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("seatrial.train.recovery.carried._BUCKET_BYTES", 40)
     tensors = [torch.zeros(n) for n in (4, 5, 1, 20, 1)] + [torch.zeros(2, dtype=torch.int64), torch.zeros(1)]
     parts = [[t.numel() for t in bucket] for bucket in _buckets(tensors)]
@@ -68,7 +68,7 @@ def test_buckets_are_of_one_type_and_bounded(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.cluster
-def test_replicas_without_state_get_a_living_ones(tmp_path: Path) -> None:
+def test_replicas_without_state_receive_a_live_ones(tmp_path: Path) -> None:
     ran = subprocess.run(
         [sys.executable, str(Path(__file__).parent / "share_ranks.py"), str(tmp_path)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -33,7 +33,7 @@ def entry(seq: int, **changes: Any) -> dict[str, Any]:
     return {**values, **changes}
 
 
-def test_how_far_a_rank_has_got_in_each_group() -> None:
+def test_last_collective_and_pending_ones_per_group() -> None:
     entries = [
         entry(1),
         entry(2, profiling_name="gloo:all_gather", retired=False),
@@ -102,7 +102,7 @@ def frame_in() -> Iterator[Callable[..., dict[int, FrameType]]]:
         ("nn/functional.py", "linear", True, "python"),
     ],
 )
-def test_where_a_rank_waits_and_where_it_works(
+def test_position_tells_communication_from_computation(
     frame_in: Callable[..., dict[int, FrameType]], file: str, function: str, waiting: bool, wanted: str
 ) -> None:
     at = flight.position(frame_in(file, function), 1, waiting=waiting)

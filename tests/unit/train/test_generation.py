@@ -16,10 +16,10 @@ from seatrial.storage import StorageError
 from seatrial.train import generation as generation_module
 from seatrial.train.generation import GenerationSpec, TrainWorker
 from seatrial.train.rank import RankEnvironment
-from seatrial.train.recorder import Known
+from seatrial.train.recorder import SummedStep
 from seatrial.train.records import Records, into_file
 from seatrial.train.recovery import recover as recover_module
-from seatrial.train.recovery.recover import NEVER, NOTHING, Offer, Source
+from seatrial.train.recovery.recover import NO_SNAPSHOT, NO_STEP, Offer, Source
 from seatrial.train.step import StepValues, vector_length
 from seatrial.train.worker import is_consequence
 
@@ -27,18 +27,18 @@ PAIR = Layout(shard=2)
 used_to_look: list[bool] = []  # in the last `sources`
 
 
-def known(step: int, norm_squared: float = 4.0, *, skipped: bool = False) -> Known:
+def known(step: int, norm_squared: float = 4.0, *, skipped: bool = False) -> SummedStep:
     """What a rank has heard of a step."""
     vector = (1.0, norm_squared, *[0.0] * (vector_length(2) - 2))
-    return Known(1, step, StepValues(vector), 0.5, 0.0, skipped)
+    return SummedStep(1, step, StepValues(vector), 0.5, 0.0, skipped)
 
 
 class Loop:
     """The loop of a generation that has ended, as `keep` holds it."""
 
-    known_width = Known.width(2)
+    known_width = SummedStep.width(2)
 
-    def __init__(self, applied: int, ready: int | None, heard: Known | None) -> None:
+    def __init__(self, applied: int, ready: int | None, heard: SummedStep | None) -> None:
         self.applied, self.ready, self.known = applied, ready, heard
         self.updates: list[float] = []
         self.optimizer = SimpleNamespace(set_step=lambda step: self.set_to.append(step))
@@ -54,7 +54,7 @@ class Loop:
 def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainWorker:
     monkeypatch.setattr(generation_module, "job_of", lambda folder, inputs: None)
     monkeypatch.delenv("SEATRIAL_SNAPSHOT_FDS", raising=False)
-    return TrainWorker(RunFolder(tmp_path), SimpleNamespace(tell=None), {})  # type: ignore[arg-type]
+    return TrainWorker(RunFolder(tmp_path), SimpleNamespace(send=None), {})  # type: ignore[arg-type]
 
 
 def mesh(rank: int) -> Any:
@@ -73,18 +73,18 @@ def shared(monkeypatch: pytest.MonkeyPatch, row: list[float] | None = None) -> l
     """What a rank puts into the exchange; all hear `row`, or else that."""
     told: list[tuple[int, list[float]]] = []
 
-    def share_from(mesh: Any, rank: int, values: list[float]) -> list[float]:
+    def broadcast_from(mesh: Any, rank: int, values: list[float]) -> list[float]:
         told.append((rank, list(values)))
         return list(values) if row is None else row
 
-    monkeypatch.setattr(generation_module, "share_from", share_from)
+    monkeypatch.setattr(generation_module, "broadcast_from", broadcast_from)
     return told
 
 
 # -- a step that not everybody has heard of
 
 
-def test_who_did_not_hear_the_sum_makes_the_same_update(
+def test_rank_without_the_sum_applies_the_same_update(
     worker: TrainWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard = known(18, 9.0)
@@ -95,7 +95,7 @@ def test_who_did_not_hear_the_sum_makes_the_same_update(
     assert (loop.applied, loop.ready) == (18, None)
 
 
-def test_afterwards_it_knows_of_the_step_it_made(
+def test_it_can_then_broadcast_the_values_of_that_step(
     worker: TrainWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the one that knew dies now, this one tells the next that is behind: not of the step before."""
@@ -106,13 +106,11 @@ def test_afterwards_it_knows_of_the_step_it_made(
     worker._finish_step(mesh(0), loop, kept(loop), [Offer(18), Offer(17, 18)], 18)  # type: ignore[arg-type]
     ((rank, row),) = told
     assert rank == 0
-    assert (Known.from_row(row).step, Known.from_row(row).norm_squared) == (18, 9.0)
+    assert (SummedStep.from_row(row).step, SummedStep.from_row(row).norm_squared) == (18, 9.0)
     assert loop.updates == [9.0], "it is not made twice"
 
 
-def test_a_step_that_the_others_left_out_is_left_out(
-    worker: TrainWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_others_skipped_is_skipped(worker: TrainWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     shared(monkeypatch, known(18, skipped=True).as_row())
     loop = Loop(17, 18, known(17))
     worker._finish_step(mesh(1), loop, kept(loop), [Offer(18), Offer(17, 18)], 18)  # type: ignore[arg-type]
@@ -121,17 +119,15 @@ def test_a_step_that_the_others_left_out_is_left_out(
     assert (loop.applied, loop.ready) == (18, None)
 
 
-def test_where_nobody_is_behind_nothing_is_exchanged(
-    worker: TrainWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_broadcast_if_no_rank_is_behind(worker: TrainWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     told = shared(monkeypatch)
     loop = Loop(18, None, known(18))
-    worker._finish_step(mesh(0), loop, kept(loop), [Offer(18), Offer(NOTHING)], 18)  # type: ignore[arg-type]
+    worker._finish_step(mesh(0), loop, kept(loop), [Offer(18), Offer(NO_STEP)], 18)  # type: ignore[arg-type]
     assert told == []
 
 
-def test_the_sum_of_another_step_is_never_used(worker: TrainWorker, monkeypatch: pytest.MonkeyPatch) -> None:
-    shared(monkeypatch, [0.0] * Known.width(2))
+def test_the_sum_of_another_step_is_refused(worker: TrainWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared(monkeypatch, [0.0] * SummedStep.width(2))
     loop = Loop(17, 18, known(17))
     with pytest.raises(AssertionError, match="not of step 18"):
         worker._finish_step(mesh(1), loop, kept(loop), [Offer(18), Offer(17, 18)], 18)  # type: ignore[arg-type]
@@ -162,29 +158,29 @@ def sources(worker: TrainWorker, monkeypatch: pytest.MonkeyPatch) -> Callable[..
             def __init__(self, *_: Any) -> None:
                 self.step = 0
 
-            def look(self) -> int:
+            def find_newest(self) -> int:
                 self.step = left[0] if left else 0
                 return self.step
 
         def load(job: Any, at: Any, resume: Resume, loader: Any, worth: Callable[[int], bool]) -> Any:
-            while (step := resume.look()) and worth(step):
+            while (step := resume.find_newest()) and worth(step):
                 if step not in damaged:
                     used.append("disk")
                     return None, None, None
                 left.pop(0)
             return None
 
-        monkeypatch.setattr(generation_module, "exchange", lambda mesh, own: offers)
+        monkeypatch.setattr(generation_module, "gather_offers", lambda mesh, own: offers)
 
-        def look() -> int:
+        def find_newest() -> int:
             used_to_look.append(True)
             if silent:
-                raise StorageError("unreachable", "look into", "/mnt/gone", "no answer within 3 s")
+                raise StorageError("unreachable", "read", "/mnt/gone", "no answer within 3 s")
             return max(disk, default=0)
 
         used_to_look.clear()
-        monkeypatch.setattr(generation_module, "Places", lambda *_: SimpleNamespace(look=look))
-        monkeypatch.setattr(recover_module, "count", lambda mesh, value: value)
+        monkeypatch.setattr(generation_module, "Places", lambda *_: SimpleNamespace(find_newest=find_newest))
+        monkeypatch.setattr(recover_module, "sum_value", lambda mesh, value: value)
         monkeypatch.setattr(generation_module, "Resume", Resume)
         monkeypatch.setattr(generation_module, "load", load)
         monkeypatch.setattr(generation_module, "build", lambda *_: (None, None))
@@ -200,10 +196,10 @@ def sources(worker: TrainWorker, monkeypatch: pytest.MonkeyPatch) -> Callable[..
     return prepare
 
 
-IN_MEMORY = [Offer(memory=((1, 15), NEVER))] * 2
+IN_MEMORY = [Offer(memory=((1, 15), NO_SNAPSHOT))] * 2
 
 
-def test_a_whole_checkpoint_that_is_newest_is_used(sources: Any) -> None:
+def test_the_newest_intact_checkpoint_is_used(sources: Any) -> None:
     assert sources(IN_MEMORY, 20) == ("disk", Source("disk", 20))
 
 
@@ -211,16 +207,16 @@ def test_memory_is_used_if_newer_than_intact_checkpoints(sources: Any) -> None:
     assert sources(IN_MEMORY, 20, 10, damaged=(20,)) == ("here", Source("memory", 15, 1))
 
 
-def test_an_older_checkpoint_is_used_where_memory_has_nothing(sources: Any) -> None:
+def test_an_older_checkpoint_is_used_without_snapshots(sources: Any) -> None:
     assert sources([Offer()] * 2, 20, 10, damaged=(20,)) == ("disk", Source("disk", 10))
 
 
-def test_without_anything_it_begins(sources: Any) -> None:
+def test_without_any_state_it_starts_fresh(sources: Any) -> None:
     assert sources([Offer()] * 2) == ("begin", Source("fresh", 0))
     assert sources([Offer()] * 2, 20, damaged=(20,)) == ("begin", Source("fresh", 0))
 
 
-def test_what_living_processes_hold_needs_no_checkpoint(sources: Any) -> None:
+def test_state_of_live_processes_needs_no_checkpoint(sources: Any) -> None:
     assert sources([Offer(20)] * 2, 20) == ("here", Source("carried", 20))
     assert not used_to_look, "a mount that hangs must not hold them up"
 
@@ -229,17 +225,15 @@ def test_resumes_from_memory_and_reports_unresponsive_disk(sources: Any, worker:
     assert sources(IN_MEMORY, 20, silent=True) == ("here", Source("memory", 15, 1))
     (event,) = read_events(worker.folder)[0]
     assert (event.kind, event.data) == ("checkpoints_unseen", {"step": 15})
-    assert "cannot look into /mnt/gone: no answer within 3 s" in event.message
+    assert "cannot read /mnt/gone: no answer within 3 s" in event.message
 
 
-def test_without_anything_in_memory_the_disk_is_waited_for(sources: Any, worker: TrainWorker) -> None:
+def test_without_snapshots_the_disk_is_waited_for(sources: Any, worker: TrainWorker) -> None:
     assert sources([Offer()] * 2, 20, silent=True) == ("disk", Source("disk", 20))
     assert read_events(worker.folder)[0] == []
 
 
-def test_a_rollback_never_goes_to_what_lies_ahead(
-    worker: TrainWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_snapshots_of_later_steps_are_not_kept(worker: TrainWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory may still hold a later step of a course that was left."""
     made: dict[str, Any] = {}
     monkeypatch.setattr(generation_module, "Snapshots", lambda *_, **more: made.update(more))
@@ -254,7 +248,7 @@ def test_a_rollback_never_goes_to_what_lies_ahead(
 
 
 @pytest.mark.parametrize(("again", "count"), [(True, 1), (False, 0)])
-def test_a_resumed_run_has_recovered_from_nothing(worker: TrainWorker, again: bool, count: int) -> None:
+def test_only_a_restart_is_recorded_as_recovered(worker: TrainWorker, again: bool, count: int) -> None:
     worker._announce(records(worker), make_generation_spec(again=again), Source("disk", 15))
     told = [e for e in read_events(worker.folder)[0] if e.kind == "recovered"]
     assert len(told) == count
@@ -262,13 +256,13 @@ def test_a_resumed_run_has_recovered_from_nothing(worker: TrainWorker, again: bo
     assert len(read_events(worker.folder)[0]) == count, "rank 0 tells"
 
 
-def test_that_nothing_was_left_is_told_too(worker: TrainWorker) -> None:
+def test_a_restart_without_state_is_recorded(worker: TrainWorker) -> None:
     worker._announce(records(worker), make_generation_spec(), Source("fresh", 0))
     (event,) = read_events(worker.folder)[0]
     assert (event.kind, event.data) == ("recovered", {"step": 0, "source": "fresh", "redone": 0})
 
 
-def test_a_store_whose_port_was_taken_is_nobodys_failure() -> None:
+def test_a_taken_store_port_is_a_consequence() -> None:
     """It was free when it was chosen; the rank keeps what it has and tries the next one."""
     assert is_consequence(ConnectionError("the store's port was taken by another process: port 1 is in use"))
     assert not is_consequence(ValueError("the store's port was taken"))

@@ -28,18 +28,18 @@ def usual(
 
 
 @pytest.mark.parametrize(("loss", "norm"), [(NAN, 1.0), (INF, 1.0), (1.0, NAN), (1.0, INF), (-INF, NAN)])
-def test_the_ladder(loss: float, norm: float) -> None:
+def test_nonfinite_step_is_redone_rolled_back_then_skipped(loss: float, norm: float) -> None:
     watch = guard()
     assert watch.judge(5, 1.0, 1.0).action == "accept"
     verdicts = [watch.judge(6, loss, norm) for _ in range(3)]
     assert [v.action for v in verdicts] == ["redo", "back", "skip"]
     assert {v.signal for v in verdicts} == {"nonfinite"}
-    watch.left_out(6, verdicts[-1].reason)
-    assert watch.leaves_out(6)
-    assert watch.leaves_out(7) is None
+    watch.mark_skipped(6, verdicts[-1].reason)
+    assert watch.skip_reason(6)
+    assert watch.skip_reason(7) is None
 
 
-def test_a_step_that_came_right_starts_lower_next_time() -> None:
+def test_attempts_at_a_step_are_counted_over_its_replays() -> None:
     watch = guard()
     assert watch.judge(6, NAN, 1.0).action == "redo"
     assert watch.judge(6, 1.0, 1.0).action == "accept"
@@ -47,26 +47,26 @@ def test_a_step_that_came_right_starts_lower_next_time() -> None:
 
 
 @pytest.mark.parametrize("budget", [0, 1, 3])
-def test_the_budget_is_the_whole_runs(budget: int) -> None:
+def test_max_skipped_steps_counts_over_the_whole_run(budget: int) -> None:
     watch = Guard(ResilienceSection(max_skipped_steps=budget))
     for step in range(budget):
         actions = [watch.judge(step, NAN, 1.0).action for _ in range(3)]
         assert actions == ["redo", "back", "skip"]
-        watch.left_out(step, "")
-        watch.left_out(step, "replayed: it counts once")
+        watch.mark_skipped(step, "")
+        watch.mark_skipped(step, "replayed: it counts once")
     assert [watch.judge(99, NAN, 1.0).action for _ in range(3)] == ["redo", "back", "fail"]
     later = Guard(ResilienceSection(max_skipped_steps=budget), skipped=watch.skipped)
     assert [later.judge(99, NAN, 1.0).action for _ in range(3)][-1] == "fail"
 
 
-def test_nothing_to_go_back_to() -> None:
+def test_without_a_snapshot_a_nonfinite_step_is_skipped() -> None:
     watch = guard()
     watch.judge(6, NAN, 1.0)
     back = watch.judge(6, NAN, 1.0)
-    assert watch.cannot_go_back(6, NAN, 1.0, back).action == "skip"
+    assert watch.without_rollback(6, NAN, 1.0, back).action == "skip"
 
 
-def test_a_spike_is_told_once_an_episode() -> None:
+def test_a_spike_is_reported_once_an_episode() -> None:
     watch = guard()
     usual(watch, 40)
     verdicts = [watch.judge(s, 3.5, 1.0) for s in (41, 42, 43)]
@@ -82,7 +82,7 @@ def test_a_spike_is_told_once_an_episode() -> None:
     assert again.data["what"] == "gradient norm"
 
 
-def test_what_lasts_becomes_usual() -> None:
+def test_a_lasting_level_becomes_the_median() -> None:
     watch = guard()
     usual(watch, 70)
     assert sum(watch.judge(s, 4.0, 1.0).signal is not None for s in range(71, 71 + WINDOW)) == 1
@@ -90,7 +90,7 @@ def test_what_lasts_becomes_usual() -> None:
     assert not watch._in_episode
 
 
-def test_early_steps_and_falling_losses_are_no_spikes() -> None:
+def test_early_steps_and_falling_losses_are_not_spikes() -> None:
     watch = guard()
     assert watch.judge(1, 9.0, 50.0).signal is None
     for step in range(2, 200):
@@ -115,36 +115,36 @@ def test_on_spike_skip() -> None:
     first = watch.judge(41, 9.0, 1.0)
     assert (first.action, first.signal) == ("back", "loss_spike")
     usual(watch, 6, first=35)
-    assert watch.leaves_out(41) is None, "the first time it may have been a fault that passes"
+    assert watch.skip_reason(41) is None, "the first time it may have been a fault that passes"
     assert watch.judge(41, 9.0, 1.0).action == "back"
-    assert watch.leaves_out(41)
-    watch.left_out(41, "a spike")
+    assert watch.skip_reason(41)
+    watch.mark_skipped(41, "a spike")
     assert watch.judge(42, 2.5, 1.0).action == "accept"
 
 
-def test_on_spike_skip_has_the_same_budget() -> None:
+def test_on_spike_skip_counts_against_max_skipped_steps() -> None:
     watch = guard(on_spike="skip", max_skipped_steps=0)
     usual(watch, 40)
     assert [watch.judge(41, 9.0, 1.0).action for _ in range(2)] == ["back", "fail"]
 
 
-def test_a_spike_with_nothing_to_go_back_to_is_told() -> None:
+def test_a_spike_without_a_snapshot_is_reported() -> None:
     watch = guard(on_spike="skip")
     usual(watch, 40)
     for _ in range(2):
-        verdict = watch.cannot_go_back(41, 9.0, 1.0, watch.judge(41, 9.0, 1.0))
+        verdict = watch.without_rollback(41, 9.0, 1.0, watch.judge(41, 9.0, 1.0))
         assert (verdict.action, verdict.signal, verdict.data["action"]) == ("accept", "loss_spike", "warn")
-        assert watch.leaves_out(41) is None
+        assert watch.skip_reason(41) is None
 
 
-def test_the_factor() -> None:
+def test_spike_factor() -> None:
     for factor, wanted in ((2.0, "loss_spike"), (20.0, None)):
         watch = guard(spike_factor=factor)
         usual(watch, 40)
         assert watch.judge(41, 2.8, 1.0).signal == wanted
 
 
-def test_all_ranks_decide_alike_whatever_they_were_before() -> None:
+def test_new_and_old_processes_decide_alike() -> None:
     """A new process that is told the recent values judges as one that saw them."""
     old = guard(on_spike="skip")
     noise = random.Random(1)

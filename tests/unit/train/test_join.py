@@ -39,5 +39,5 @@ def test_nccl_gets_the_device_and_groups_are_not_split() -> None:
     assert said("cuda") == ["nccl", "cuda:3", "cuda:3", "cuda:3", "None", str(timedelta(seconds=77))]
 
 
-def test_gloo_is_as_it_was() -> None:
+def test_gloo_is_unchanged() -> None:
     assert said("cpu") == ["gloo", "cpu", "None", "None", "None", str(timedelta(seconds=77))]

@@ -23,7 +23,7 @@ from seatrial.record.ledger import ledger_gaps, read_ledger
 from seatrial.record.metrics import read_metrics
 from seatrial.train.checkpointing import saver
 from seatrial.train.health.replicas import CorruptState
-from seatrial.train.recorder import Known
+from seatrial.train.recorder import SummedStep
 from seatrial.train.schedule import learning_rate
 
 SKIP = "resilience.on_spike=skip"
@@ -53,7 +53,7 @@ def good(tmp_path: Path) -> Run:
     return run
 
 
-def test_watching_changes_nothing(tmp_path: Path, good: Run, late: bool) -> None:
+def test_supervision_does_not_change_training(tmp_path: Path, good: Run, late: bool) -> None:
     run = Run(tmp_path / "watched", copies=True, late=late)
     assert run.loop.run(1) == "done"
     assert same(run.state(), good.state())
@@ -68,7 +68,7 @@ def test_watching_changes_nothing(tmp_path: Path, good: Run, late: bool) -> None
 
 
 @pytest.mark.parametrize("clip", ["1.0", "0"])
-def test_a_passing_fault_is_redone_and_leaves_no_trace(tmp_path: Path, late: bool, clip: str) -> None:
+def test_a_transient_fault_is_redone_bit_identically(tmp_path: Path, late: bool, clip: str) -> None:
     good = Run(tmp_path / "good", f"optimizer.clip_norm={clip}", watched=False)
     good.loop.run(1)
     run = Run(tmp_path / "bad", f"optimizer.clip_norm={clip}", copies=True, late=late)
@@ -81,7 +81,7 @@ def test_a_passing_fault_is_redone_and_leaves_no_trace(tmp_path: Path, late: boo
     assert run.watcher.findings == [("nonfinite", 4, {"action": "redo"}, [])]
 
 
-def test_late_the_step_after_is_discarded_too(
+def test_on_a_gpu_the_next_step_is_discarded_too(
     tmp_path: Path, good: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     late_device.install(monkeypatch.setattr)
@@ -93,7 +93,7 @@ def test_late_the_step_after_is_discarded_too(
     assert [step for step, _ in run.watcher.beats] == list(range(1, 9))
 
 
-def test_what_comes_twice_is_rolled_back_and_replayed(tmp_path: Path, good: Run, late: bool) -> None:
+def test_a_fault_on_two_attempts_is_rolled_back(tmp_path: Path, good: Run, late: bool) -> None:
     run = Run(tmp_path / "bad", copies=True, late=late)
     run.spoil(5, times=2)
     assert run.loop.run(1) == "done"
@@ -105,7 +105,7 @@ def test_what_comes_twice_is_rolled_back_and_replayed(tmp_path: Path, good: Run,
 
 
 @pytest.mark.parametrize("complete", [True, False])
-def test_a_checkpoint_from_beyond_a_rollback_is_written_anew(
+def test_checkpoint_after_a_rollbacks_step_is_written_again(
     tmp_path: Path, good: Run, complete: bool
 ) -> None:
     run = Run(tmp_path / "bad", "checkpoint.every_steps=4", copies=True)
@@ -121,7 +121,7 @@ def test_a_checkpoint_from_beyond_a_rollback_is_written_anew(
 
 
 @pytest.mark.parametrize("copies", [False, True], ids=["nothing to go back to", "a snapshot"])
-def test_what_stays_is_left_out(tmp_path: Path, late: bool, copies: bool) -> None:
+def test_a_persistent_fault_is_skipped(tmp_path: Path, late: bool, copies: bool) -> None:
     run = Run(tmp_path / "bad", copies=copies, late=late)
     run.spoil(5, times=99)
     assert run.loop.run(1) == "done"
@@ -142,7 +142,7 @@ def test_what_stays_is_left_out(tmp_path: Path, late: bool, copies: bool) -> Non
     assert lr[6] == learning_rate(6, 8, job.optimizer)
 
 
-def test_the_budget_of_steps_left_out(tmp_path: Path) -> None:
+def test_more_than_max_skipped_steps_end_the_run(tmp_path: Path) -> None:
     run = Run(tmp_path / "bad", "resilience.max_skipped_steps=1")
     run.spoil(3, times=2)
     second = run.model.forward_backward
@@ -159,7 +159,7 @@ def test_the_budget_of_steps_left_out(tmp_path: Path) -> None:
     assert run.watcher.findings[-1][2] == {"action": "stop"}
 
 
-def test_without_a_companion_it_ends_the_run(tmp_path: Path) -> None:
+def test_unsupervised_a_nonfinite_step_ends_the_run(tmp_path: Path) -> None:
     run = Run(tmp_path / "bad", watched=False)
     run.spoil(3)
     with pytest.raises(RunFailed, match=r"the loss is .* and the gradient norm nan at step 3") as caught:
@@ -168,7 +168,7 @@ def test_without_a_companion_it_ends_the_run(tmp_path: Path) -> None:
     assert [r.step for r in read_ledger(run.folder)[0]] == [1, 2]
 
 
-def test_a_later_leg_leaves_the_same_step_out_at_once(tmp_path: Path) -> None:
+def test_a_later_generation_skips_the_same_step_at_once(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     run.spoil(5, times=2)
     run.loop.run(1)
@@ -181,7 +181,7 @@ def test_a_later_leg_leaves_the_same_step_out_at_once(tmp_path: Path) -> None:
     assert same(run.state(), again.state())
 
 
-def test_a_save_that_is_due_with_a_step_left_out(tmp_path: Path) -> None:
+def test_a_save_due_at_a_skipped_step(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", "checkpoint.every_steps=5", copies=True)
     run.spoil(5, times=99)
     run.loop.run(1)
@@ -191,7 +191,7 @@ def test_a_save_that_is_due_with_a_step_left_out(tmp_path: Path) -> None:
 # -- spikes
 
 
-def test_a_spike_is_left_out_on_the_second_try(tmp_path: Path, late: bool) -> None:
+def test_a_spike_is_skipped_on_the_second_attempt(tmp_path: Path, late: bool) -> None:
     run = Run(tmp_path / "run", "train.steps=24", SKIP, copies=True, late=late)
     run.spoil(20, times=99, factor=1e4)
     assert run.loop.run(1) == "done"
@@ -202,7 +202,7 @@ def test_a_spike_is_left_out_on_the_second_try(tmp_path: Path, late: bool) -> No
 
 
 @pytest.mark.parametrize("how", ["warn", "skip"])
-def test_a_spike_that_cannot_be_taken_back_is_told(tmp_path: Path, how: str) -> None:
+def test_a_spike_without_a_snapshot_is_accepted_and_reported(tmp_path: Path, how: str) -> None:
     run = Run(tmp_path / "run", "train.steps=24", f"resilience.on_spike={how}")
     run.spoil(20, factor=1e4)
     assert run.loop.run(1) == "done"
@@ -211,7 +211,7 @@ def test_a_spike_that_cannot_be_taken_back_is_told(tmp_path: Path, how: str) -> 
 
 
 @pytest.mark.cluster  # slow
-def test_a_spike_that_passes_leaves_no_trace(tmp_path: Path) -> None:
+def test_a_transient_spike_is_replayed_bit_identically(tmp_path: Path) -> None:
     good = Run(tmp_path / "good", "train.steps=24")
     good.loop.run(1)
     run = Run(tmp_path / "bad", "train.steps=24", SKIP, copies=True)
@@ -225,7 +225,7 @@ def test_a_spike_that_passes_leaves_no_trace(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["yielded", "preempted"])
-def test_leaving_saves_first(tmp_path: Path, good: Run, late: bool, how: str) -> None:
+def test_leaving_saves_a_checkpoint_first(tmp_path: Path, good: Run, late: bool, how: str) -> None:
     run = Run(tmp_path / "run", "resilience.verify_every_steps=0", late=late, leave={4: how})  # type: ignore[dict-item]
     assert run.loop.run(1) == how
     last = 5 if late else 4
@@ -242,13 +242,13 @@ def run_until(tmp_path: Path, step: int) -> Run:
     return run
 
 
-def test_leaving_at_a_step_that_is_saved_anyway_saves_once(tmp_path: Path) -> None:
+def test_leaving_at_a_save_step_saves_once(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", "checkpoint.every_steps=4", leave={4: "yielded"})
     assert run.loop.run(1) == "yielded"
     assert kinds(run.folder).count("checkpoint_saved") == 1
 
 
-def test_a_recovery_after_the_last_step_saves_it(tmp_path: Path) -> None:
+def test_recovery_after_the_last_step_saves_a_checkpoint(tmp_path: Path) -> None:
     """The ranks had it, and were waiting for its checkpoint when one of them was lost."""
     run = Run(tmp_path / "run")
     assert run.loop.run(9) == "done", "the job has 8 steps"
@@ -259,11 +259,11 @@ def test_a_recovery_after_the_last_step_saves_it(tmp_path: Path) -> None:
     assert kinds(run.folder).count("checkpoint_saved") == 1, "it is there"
 
 
-def test_leaving_at_the_last_step_is_being_done(tmp_path: Path) -> None:
+def test_leaving_at_the_last_step_ends_the_run(tmp_path: Path) -> None:
     assert Run(tmp_path / "run", leave={8: "preempted"}).loop.run(1) == "done"
 
 
-def test_leaving_at_a_step_that_has_to_be_redone(tmp_path: Path) -> None:
+def test_leaving_at_a_step_that_is_redone(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", leave={4: "yielded"})
     run.spoil(4)
     assert run.loop.run(1) == "yielded"
@@ -303,7 +303,7 @@ def break_exchange(run: Run, monkeypatch: pytest.MonkeyPatch, step: int) -> None
 
 
 @pytest.mark.parametrize("clip", ["1.0", "0"])
-def test_gradients_that_are_ready_make_the_same_update(
+def test_apply_ready_makes_the_same_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clip: str
 ) -> None:
     other = Run(tmp_path / "other", f"optimizer.clip_norm={clip}", leave={5: "yielded"})
@@ -321,7 +321,7 @@ def test_gradients_that_are_ready_make_the_same_update(
     assert same(run.state(), other.state())
 
 
-def test_a_backward_pass_that_breaks_off_leaves_the_step_before(tmp_path: Path) -> None:
+def test_a_failed_backward_pass_leaves_the_previous_step(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     whole = run.model.forward_backward
 
@@ -338,9 +338,7 @@ def test_a_backward_pass_that_breaks_off_leaves_the_step_before(tmp_path: Path) 
     assert same(run.state(), run_until(tmp_path, 4).state())
 
 
-def test_a_refused_step_is_not_what_anybody_goes_on_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refused_update_is_not_resumed_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path / "run")
     run.spoil(5)
     judge = run.loop._judge
@@ -358,7 +356,7 @@ def test_a_refused_step_is_not_what_anybody_goes_on_from(
     assert not run.loop.known.values.finite
 
 
-def test_state_that_changed_is_not_carried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_corrupt_state_is_not_carried_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path / "run")
     break_exchange(run, monkeypatch, 5)
     whole = run.model.forward_backward
@@ -374,7 +372,7 @@ def test_state_that_changed_is_not_carried(tmp_path: Path, monkeypatch: pytest.M
     assert (run.loop.applied, run.loop.ready) == (None, None)
 
 
-def test_an_update_that_breaks_off_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_failed_update_no_state_can_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path / "run")
 
     def breaks(*_: object) -> None:
@@ -389,13 +387,13 @@ def test_an_update_that_breaks_off_leaves_nothing(tmp_path: Path, monkeypatch: p
 # -- the records of a step whose writer died
 
 
-def test_the_last_step_is_recorded_once_whoever_writes_it(tmp_path: Path) -> None:
+def test_the_last_step_is_recorded_once_by_either_generation(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", leave={5: "yielded"})
     run.loop.run(1)
     assert run.loop.known is not None
     row = run.loop.known.as_row()
     assert len(row) == run.loop.known_width
-    assert Known.from_row(row) == run.loop.known
+    assert SummedStep.from_row(row) == run.loop.known
     # Rank 0 died before it wrote step 5.
     for path in (run.folder.ledger, run.folder.metrics):
         lines = path.read_text().splitlines(keepends=True)
@@ -415,7 +413,7 @@ def values_until(tmp_path: Path, step: int) -> list[tuple[int, float, float, flo
     return values(run_until(tmp_path, step).folder)
 
 
-def test_half_of_the_records_written(tmp_path: Path) -> None:
+def test_only_the_missing_record_of_a_step_is_written(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", leave={5: "yielded"})
     run.loop.run(1)
     assert run.loop.known is not None
@@ -431,7 +429,7 @@ def test_half_of_the_records_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["a weight", "a moment"])
-def test_a_flipped_bit_is_found_before_the_next_update(tmp_path: Path, late: bool, what: str) -> None:
+def test_a_flipped_bit_is_detected_before_the_next_update(tmp_path: Path, late: bool, what: str) -> None:
     run = Run(tmp_path / "run", copies=True, late=late)
     whole = run.model.forward_backward
 
@@ -470,7 +468,7 @@ def test_bit_flip_during_copying_invalidates_the_copy(tmp_path: Path, complete: 
     assert aside == (["step-00000006.damaged"] if complete else [])
 
 
-def test_nobody_copies_while_one_is_busy(tmp_path: Path) -> None:
+def test_no_rank_takes_a_snapshot_while_one_is_busy(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", copies=True)
     run.copies.busy = True
     assert run.loop.run(1) == "done"
@@ -480,7 +478,7 @@ def test_nobody_copies_while_one_is_busy(tmp_path: Path) -> None:
 # -- its own time
 
 
-def test_its_own_time_is_a_part_of_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compute_time_is_a_part_of_the_step_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count(step=0.001)
     monkeypatch.setattr("seatrial.train.meter.time.perf_counter", lambda: next(clock))
     run = Run(tmp_path / "run")
@@ -492,7 +490,7 @@ def test_its_own_time_is_a_part_of_the_step(tmp_path: Path, monkeypatch: pytest.
     assert not any(m._forward_hooks or m._forward_pre_hooks for s in run.model.stages for m in s.modules())
 
 
-def test_the_row_of_a_step_left_out_first(tmp_path: Path) -> None:
+def test_the_row_of_a_run_that_skips_its_first_step(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     run.spoil(1, times=2)
     run.loop.run(1)
@@ -511,7 +509,7 @@ def test_the_row_of_a_step_left_out_first(tmp_path: Path) -> None:
 @pytest.mark.skipif(
     not torch.cuda.is_available(), reason="no CUDA device (torch.cuda.is_available() is false)"
 )
-def test_a_fault_that_passes_on_a_gpu(tmp_path: Path) -> None:
+def test_a_transient_fault_on_a_gpu(tmp_path: Path) -> None:
     """Nothing but the order of sums in its kernels tells the run from one without the fault."""
     groups = dict.fromkeys(("tensor", "pipeline", "shard", "replicate", "ends"))
     layout = Layout()

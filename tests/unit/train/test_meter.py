@@ -15,7 +15,7 @@ def job(*overrides: str) -> Job:
     )
 
 
-def test_rates_are_of_the_whole_world_and_of_one_rank() -> None:
+def test_rates_of_the_world_and_of_one_rank() -> None:
     record = Meter(job(), torch.device("cpu"), 7).record(
         3, loss=2.0, grad_norm=1.0, lr=0.1, seconds=2.0, data_wait=0.5, memory=5
     )
@@ -26,14 +26,14 @@ def test_rates_are_of_the_whole_world_and_of_one_rank() -> None:
     assert record.mfu is None
 
 
-def test_an_unknown_device_has_no_mfu_whatever_the_job_says() -> None:
+def test_mfu_of_an_unknown_device_is_unknown() -> None:
     words, numbers = Meter(job("cluster.gpu=B300 SXM"), torch.device("cpu"), 1).convention()
     assert words == "cpu: its fp32 peak is unknown, and so is MFU"
     assert numbers["peak_flops"] is None
     assert numbers["flops_per_token_full_attention"] > numbers["flops_per_token"] > 0
 
 
-def test_a_known_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mfu_of_a_known_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
     meter = Meter(job("train.precision=bf16"), torch.device("cuda"), 1)
     words, numbers = meter.convention()
@@ -43,7 +43,7 @@ def test_a_known_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert record.mfu == pytest.approx(1024 * numbers["flops_per_token"] / 989e12)
 
 
-def test_resident_memory_grows_with_what_is_held() -> None:
+def test_memory_bytes_is_the_resident_memory_on_a_cpu() -> None:
     before = memory_bytes(torch.device("cpu"))
     held = torch.ones(50_000_000)
     assert memory_bytes(torch.device("cpu")) - before > 150_000_000

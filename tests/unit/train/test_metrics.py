@@ -39,7 +39,7 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "odd" / "seatrial_odd.py").write_text(ODD)
 
 
-def test_every_record_has_its_value(tmp_path: Path) -> None:
+def test_every_record_has_the_metrics_value(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", PERPLEXITY)
     run.loop.run(1)
     records, problems = read_metrics(run.folder)
@@ -47,7 +47,7 @@ def test_every_record_has_its_value(tmp_path: Path) -> None:
     assert [r.extra for r in records] == [{"perplexity": math.exp(r.loss)} for r in records]
 
 
-def test_a_run_without_one_writes_the_records_of_before(tmp_path: Path) -> None:
+def test_without_metrics_records_have_no_extra_values(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", "train.steps=3")
     run.loop.run(1)
     lines = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
@@ -55,7 +55,7 @@ def test_a_run_without_one_writes_the_records_of_before(tmp_path: Path) -> None:
     assert [r.extra for r in read_metrics(run.folder)[0]] == [None] * 3
 
 
-def test_those_that_fail_are_named_and_left_out(tmp_path: Path) -> None:
+def test_failing_metrics_are_reported_and_dropped(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", 'train.metrics=["words", "twice", "perplexity"]', "train.steps=4")
     run.loop.run(1)
     records, _ = read_metrics(run.folder)
@@ -67,7 +67,7 @@ def test_those_that_fail_are_named_and_left_out(tmp_path: Path) -> None:
     assert failed[1].message.startswith('the metric "twice" failed at step 3: AssertionError: ')
 
 
-def test_one_that_fails_ends_the_run_if_the_job_says_so(tmp_path: Path) -> None:
+def test_on_callback_error_stop_ends_the_run(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", 'train.metrics=["words"]', "train.on_callback_error=stop")
     with pytest.raises(InputError, match='the metric "words" failed at step 1'):
         run.loop.run(1)

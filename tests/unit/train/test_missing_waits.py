@@ -76,8 +76,8 @@ class InMemory:
         return self.snapshots.busy
 
     @property
-    def reach(self) -> int | None:
-        return self.snapshots.reach
+    def rollback_bound(self) -> int | None:
+        return self.snapshots.rollback_bound
 
     def take(self, step: int) -> bool:
         taken = self.snapshots.take(step)
@@ -197,7 +197,7 @@ def problems(folder: Path, on_cpu: OnCpu, at_end: ExitStack, *, slow: bool = Fal
 
 
 @pytest.mark.parametrize("slow", [False, True])
-def test_with_all_waits_nothing_differs(
+def test_with_all_waits_results_match_the_cpu(
     tmp_path: Path, patch: Any, on_cpu: OnCpu, at_end: ExitStack, slow: bool
 ) -> None:
     assert problems(tmp_path, on_cpu, at_end, slow=slow) == []
@@ -215,7 +215,7 @@ FOUND = {
 
 
 @pytest.mark.parametrize("wait", JOB_WAITS)
-def test_without_a_wait_it_differs_or_fails(
+def test_without_a_wait_results_differ_or_fail(
     tmp_path: Path, patch: Any, on_cpu: OnCpu, at_end: ExitStack, wait: str
 ) -> None:
     JOB_WAITS[wait](patch)
@@ -239,7 +239,7 @@ def filled(memory: StagingMemory, *shapes: tuple[int, ...]) -> bytes:
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_memory_is_filled_anew_after_the_copy(patch: Any, waits: bool) -> None:
+def test_staging_memory_is_refilled_after_the_copy(patch: Any, waits: bool) -> None:
     memory = StagingMemory(LateDevice())  # type: ignore[arg-type]
     filled(memory, (300, 300))
     if not waits:
@@ -251,7 +251,7 @@ def test_memory_is_filled_anew_after_the_copy(patch: Any, waits: bool) -> None:
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_memory_is_released_after_the_copy(patch: Any, waits: bool) -> None:
+def test_staging_memory_is_released_after_the_copy(patch: Any, waits: bool) -> None:
     memory = StagingMemory(LateDevice())  # type: ignore[arg-type]
     filled(memory, (300, 300))
     if waits:

@@ -36,7 +36,7 @@ def gradients(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(6, 5, generator=generator), torch.randn(5, generator=generator)
 
 
-def test_it_is_torchs_adamw_with_decay_on_matrices_only() -> None:
+def test_matches_torch_adamw_with_decay_on_matrices_only() -> None:
     ours, theirs = make(), make()
     sharded = ShardedAdamW([shard("w", ours[0]), shard("norm", ours[1])], SETTINGS)
     peer = torch.optim.AdamW(
@@ -59,7 +59,7 @@ def test_it_is_torchs_adamw_with_decay_on_matrices_only() -> None:
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
 
 
-def test_shared_and_second_copies_count_once() -> None:
+def test_replicated_parameters_count_once_in_the_norm() -> None:
     a, b = make()
     a.grad, b.grad = torch.ones(6, 5), torch.ones(5)
     whole = ShardedAdamW([shard("a", a), shard("b", b)], SETTINGS).squared_norm()
@@ -70,14 +70,14 @@ def test_shared_and_second_copies_count_once() -> None:
     assert float(tied) == pytest.approx(30)
 
 
-def test_a_nan_anywhere_is_in_the_norm() -> None:
+def test_a_nan_gradient_makes_the_norm_nan() -> None:
     a, b = make()
     a.grad, b.grad = torch.ones(6, 5), torch.ones(5)
     b.grad[3] = float("nan")
     assert ShardedAdamW([shard("a", a), shard("b", b)], SETTINGS).squared_norm().isnan()
 
 
-def test_its_state_continues_where_it_was(tmp_path: Path) -> None:
+def test_restored_state_continues_bit_identically(tmp_path: Path) -> None:
     """Saved after two steps and filled into a new optimizer, the third step is the same to the last bit."""
     ours = make()
     first = ShardedAdamW([shard("w", ours[0]), shard("norm", ours[1])], SETTINGS)
@@ -99,7 +99,7 @@ def test_its_state_continues_where_it_was(tmp_path: Path) -> None:
         assert torch.equal(p, q)
 
 
-def test_a_rank_that_holds_no_row_of_a_parameter() -> None:
+def test_a_rank_with_an_empty_shard() -> None:
     empty = nn.Parameter(torch.empty(0, 5))
     full = make()[0]
     optimizer = ShardedAdamW(
@@ -116,7 +116,7 @@ def test_a_rank_that_holds_no_row_of_a_parameter() -> None:
 
 
 @pytest.mark.parametrize("scale", [None, float("nan"), 0.0])
-def test_a_refused_update_changes_no_bit_until_it_is_allowed(scale: float | None) -> None:
+def test_refused_updates_change_no_bit_until_allow(scale: float | None) -> None:
     ours = make()
     optimizer = ShardedAdamW([shard("w", ours[0]), shard("norm", ours[1])], SETTINGS)
 

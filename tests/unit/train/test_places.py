@@ -47,7 +47,7 @@ def mount(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mount]:
         return steps(self)
 
     monkeypatch.setattr(LocalPlace, "steps", slow)
-    for name in ("_LOOK_S", "_ASIDE_S"):
+    for name in ("_LIST_TIMEOUT_S", "_QUARANTINE_TIMEOUT_S"):
         monkeypatch.setattr(places_module, name, 0.05)
     yield made
     made.free.set()
@@ -75,24 +75,24 @@ def tell(places: Places, kind: str, **data: Any) -> None:
     events.append(places._folder, kind, "", generation=1, data=data)
 
 
-def test_what_does_not_answer_is_told_soon_and_asked_once(places: Places, mount: Mount) -> None:
+def test_a_hung_place_times_out_and_is_called_once(places: Places, mount: Mount) -> None:
     have(places, 0, 10)
     have(places, 1, 20)
-    assert places.look() == 20
+    assert places.find_newest() == 20
     mount.free.clear()
     for _ in range(3):
         with pytest.raises(StorageError, match=r"answer") as caught:
-            places.look()
+            places.find_newest()
         assert caught.value.kind == "unreachable"
     assert mount.calls == 2, "one call hangs, and no more are made"
     mount.free.set()
     for thread in threading.enumerate():
         if thread.name == "storage":
             thread.join(WAIT_S)
-    assert places.look() == 20
+    assert places.find_newest() == 20
 
 
-def test_what_is_at_risk_is_counted_by_the_records_then(places: Places, mount: Mount) -> None:
+def test_newest_step_falls_back_to_the_events(places: Places, mount: Mount) -> None:
     have(places, 0, 10)
     mount.free.clear()
     assert places.newest_step() == 0
@@ -102,7 +102,7 @@ def test_what_is_at_risk_is_counted_by_the_records_then(places: Places, mount: M
     assert places.newest_step() == 10
 
 
-def test_an_error_is_raised_as_it_is() -> None:
+def test_errors_of_the_call_are_re_raised() -> None:
     def refuse(_: Any) -> None:
         raise PermissionError(13, "Permission denied")
 
@@ -110,7 +110,7 @@ def test_an_error_is_raised_as_it_is() -> None:
         call_with_timeout(WAIT_S, "/mnt/x", refuse)
 
 
-def test_timed_out_set_aside_is_not_applied_later(places: Places, mount: Mount) -> None:
+def test_a_timed_out_quarantine_is_not_applied_later(places: Places, mount: Mount) -> None:
     """By then the run has gone on, and has saved that step again."""
     have(places, 0, 10, 20)
     have(places, 1, 15, 25)
@@ -126,7 +126,7 @@ def test_timed_out_set_aside_is_not_applied_later(places: Places, mount: Mount) 
     assert places.place(1).steps() == []
 
 
-def test_what_a_silent_place_holds_of_later_steps_is_passed_over(places: Places) -> None:
+def test_later_steps_of_a_hung_place_are_distrusted(places: Places) -> None:
     """Until it is saved anew."""
     main, other = places.urls
 

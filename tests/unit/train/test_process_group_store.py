@@ -14,7 +14,7 @@ from seatrial.parallel.store import serve_store
 TIMEOUT = timedelta(seconds=10)
 
 
-def test_it_listens_on_its_address_and_nowhere_else() -> None:
+def test_the_store_listens_on_one_address_only() -> None:
     store = serve_store("127.0.0.1", 0, TIMEOUT)
     client = TCPStore("127.0.0.1", store.port, None, is_master=False, timeout=TIMEOUT)
     client.set("a", "1")
@@ -24,7 +24,7 @@ def test_it_listens_on_its_address_and_nowhere_else() -> None:
         socket.create_connection(("127.0.0.2", store.port), timeout=5)
 
 
-def test_the_port_is_free_again_when_the_store_is_let_go_of() -> None:
+def test_the_port_is_free_after_the_store_is_released() -> None:
     store = serve_store("127.0.0.1", 0, TIMEOUT)
     port = store.port
     with pytest.raises(OSError, match="in use") as taken:

@@ -12,7 +12,7 @@ from seatrial.train.health.qualify import check_memory, check_product, main
 CPU = torch.device("cpu")
 
 
-def test_this_machine_passes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_healthy_cpu_passes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--device", "cpu"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["ok"]
@@ -21,7 +21,7 @@ def test_this_machine_passes(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_wrong_element_is_found(dtype: torch.dtype) -> None:
+def test_one_wrong_element_is_detected(dtype: torch.dtype) -> None:
     def almost(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         c = a @ b
         c[17, 3] += 1
@@ -33,7 +33,7 @@ def test_one_wrong_element_is_found(dtype: torch.dtype) -> None:
     assert problem.startswith("1 of 512 rows")
 
 
-def test_a_result_that_changes_is_found() -> None:
+def test_a_result_that_varies_is_detected() -> None:
     calls = []
 
     def second_time_wrong(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -49,7 +49,7 @@ def test_a_result_that_changes_is_found() -> None:
 
 
 @pytest.mark.parametrize("pattern", [0, 1, 2])
-def test_a_flipped_bit_in_memory_is_found(pattern: int) -> None:
+def test_a_flipped_bit_in_memory_is_detected(pattern: int) -> None:
     calls = []
 
     def flip(blocks: torch.Tensor) -> None:
@@ -63,7 +63,7 @@ def test_a_flipped_bit_in_memory_is_found(pattern: int) -> None:
 
 
 @pytest.mark.parametrize("option", ["--gpu", "--count"])
-def test_a_device_that_is_not_there(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_device_fails(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     seen = torch.cuda.device_count()
     assert main(["--device", "cuda", option, str(seen + 1)]) == 1
     told = json.loads(capsys.readouterr().out)
@@ -72,7 +72,7 @@ def test_a_device_that_is_not_there(option: str, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.gpu
-def test_a_gpu_passes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_healthy_gpu_passes(capsys: pytest.CaptureFixture[str]) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device here")
     assert main(["--device", "cuda", "--count", "1"]) == 0

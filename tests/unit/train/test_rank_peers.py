@@ -51,6 +51,6 @@ def test_group_names_restart_after_a_failed_rendezvous(tmp_path: Path) -> None:
     assert value.item() == 1.0
 
 
-def test_teardown_of_nothing_is_nothing() -> None:
+def test_teardown_without_a_process_group_is_a_no_op() -> None:
     teardown()
     assert not dist.is_initialized()

@@ -35,7 +35,7 @@ def both(values: torch.Tensor) -> tuple[int, int]:
     bit=st.integers(0, 31),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_one_bit_anywhere_changes_the_sum(
+def test_one_flipped_bit_changes_the_checksum(
     n: int, offset: int, where: int, bit: int, dtype: torch.dtype
 ) -> None:
     values = torch.arange(1, n + offset + 1).to(dtype)[offset:]
@@ -46,7 +46,7 @@ def test_one_bit_anywhere_changes_the_sum(
     assert both(values)[0] != before[0]
 
 
-def test_the_weighted_sum_is_what_it_says() -> None:
+def test_weighted_sum_by_hand() -> None:
     words = torch.randint(-(2**62), 2**62, (3 * replicas._ROW + 17,))
     wanted = (words * (2 * torch.arange(words.numel()) + 1)).sum()
     assert int(replicas._weighted_sum([words], CPU)) == int(wanted)
@@ -142,7 +142,9 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, A
 @pytest.mark.cluster
 @pytest.mark.parametrize("layout", ["replicas", "pipeline"])
 @pytest.mark.parametrize("fault", ["none", "nan on 2"])
-def test_no_trace(seen: list[dict[str, dict[str, Any]]], layout: str, fault: str) -> None:
+def test_a_transient_nan_leaves_no_trace(
+    seen: list[dict[str, dict[str, Any]]], layout: str, fault: str
+) -> None:
     for rank in seen:
         assert rank[f"{layout}: {fault}"]["how"] == "done"
         assert rank[f"{layout}: {fault}"]["state"] == rank[f"{layout}: unwatched"]["state"]
@@ -161,7 +163,7 @@ def test_no_trace(seen: list[dict[str, dict[str, Any]]], layout: str, fault: str
         ("pipeline", "embedding of 1", [1, 3], 4),
     ],
 )
-def test_all_ranks_stop_alike(
+def test_all_ranks_raise_alike(
     seen: list[dict[str, dict[str, Any]]], layout: str, fault: str, blamed: list[int], step: int
 ) -> None:
     for rank in seen:
@@ -172,13 +174,13 @@ def test_all_ranks_stop_alike(
 
 
 @pytest.mark.cluster
-def test_who_is_blamed_for_a_number_that_is_not_finite(seen: list[dict[str, dict[str, Any]]]) -> None:
+def test_ranks_blamed_for_nonfinite_values(seen: list[dict[str, dict[str, Any]]]) -> None:
     assert seen[0]["replicas: nan on 2"]["findings"] == [["nonfinite", 3, [2]]]
 
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("layout", ["replicas", "pipeline"])
-def test_one_wants_to_leave_and_all_do(seen: list[dict[str, dict[str, Any]]], layout: str) -> None:
+def test_a_leave_request_to_one_rank_reaches_all(seen: list[dict[str, dict[str, Any]]], layout: str) -> None:
     for rank in seen:
         own = rank[f"{layout}: leave"]
         assert (own["how"], own["passes"], own["applied"]) == ("yielded", [1, 2, 3], 3)

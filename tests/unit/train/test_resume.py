@@ -88,7 +88,7 @@ def choose(folder: RunFolder, *, fallback: Path | None = None) -> int:
         architecture=ARCH, name="small", checkpoint=section, optimizer=OptimizerSection(lr=1e-3)
     )
     resume = Resume(job, folder, into_file(folder, 2, 0), one_rank())
-    while resume.look():
+    while resume.find_newest():
         progress = resume.fill(read_all)
         if progress is not None:
             assert progress.step == resume.step
@@ -101,14 +101,14 @@ def test_no_checkpoint(folder: RunFolder) -> None:
     assert choose(folder) == 0
 
 
-def test_a_run_whose_checkpoints_are_gone_does_not_start_over(folder: RunFolder) -> None:
+def test_a_run_without_its_checkpoints_does_not_start_over(folder: RunFolder) -> None:
     events.append(folder, "checkpoint_saved", "", generation=1, data={"step": 40})
     with pytest.raises(RunFailed, match=r"has saved step 40, but .* has no usable checkpoint") as caught:
         choose(folder)
     assert "--fresh" in (caught.value.hint or "")
 
 
-def test_a_checkpoint_that_lacks_something(folder: RunFolder) -> None:
+def test_an_incomplete_checkpoint_is_refused(folder: RunFolder) -> None:
     save(folder, 1)
     save(folder, 2, lacking="exp_avg/model.norm.weight")
     save(folder, 3, arch=replace(ARCH, rope_theta=2e4))
@@ -120,7 +120,7 @@ def test_a_checkpoint_that_lacks_something(folder: RunFolder) -> None:
     assert "no tensor exp_avg/model.norm.weight" in damage[2]
 
 
-def test_what_bears_a_checkpoints_name_and_is_none(folder: RunFolder) -> None:
+def test_a_folder_that_is_not_a_checkpoint(folder: RunFolder) -> None:
     save(folder, 1)
     (folder.checkpoints / "step-00000002").write_text("a file")
     manifest = save(folder, 3) / "manifest.json"
@@ -132,7 +132,7 @@ def test_what_bears_a_checkpoints_name_and_is_none(folder: RunFolder) -> None:
     assert len(list(folder.checkpoints.glob("*.damaged"))) == 4
 
 
-def test_the_newest_undamaged_one(folder: RunFolder) -> None:
+def test_the_newest_undamaged_checkpoint_is_used(folder: RunFolder) -> None:
     save(folder, 1)
     (save(folder, 2) / "rank-00000.safetensors").unlink()
     os.truncate(save(folder, 3) / "rank-00000.safetensors", 10)
@@ -162,14 +162,14 @@ def test_the_newest_undamaged_one(folder: RunFolder) -> None:
         assert wanted in message
 
 
-def test_all_are_damaged(folder: RunFolder) -> None:
+def test_all_checkpoints_damaged(folder: RunFolder) -> None:
     for step in (1, 2):
         (save(folder, step) / "rank-00000.safetensors").write_bytes(b"")
     assert choose(folder) == 0
     assert len(list(folder.checkpoints.glob("*.damaged"))) == 2
 
 
-def test_one_damaged_byte_in_what_is_loaded(folder: RunFolder) -> None:
+def test_one_damaged_byte_is_detected(folder: RunFolder) -> None:
     save(folder, 1)
     path = save(folder, 2) / "rank-00000.safetensors"
     data = bytearray(path.read_bytes())
@@ -180,7 +180,7 @@ def test_one_damaged_byte_in_what_is_loaded(folder: RunFolder) -> None:
     assert "rank-00000.safetensors" in damage
 
 
-def test_the_newest_of_both_places(folder: RunFolder, tmp_path: Path) -> None:
+def test_the_newest_checkpoint_of_both_places(folder: RunFolder, tmp_path: Path) -> None:
     other = RunFolder(tmp_path / "other" / "small")
     other.checkpoints.mkdir(parents=True)
     save(folder, 4)

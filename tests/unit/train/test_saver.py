@@ -24,7 +24,7 @@ from seatrial.train.checkpointing import checkpoint_cadence as cadence_module
 from seatrial.train.checkpointing import saver as saver_module
 from seatrial.train.checkpointing.saver import Saver
 from seatrial.train.records import Records
-from seatrial.train.step import SaveNews
+from seatrial.train.step import SaveStatus
 
 RANKS = 3
 
@@ -148,12 +148,12 @@ class Ranks:
         """One step of training; then what is due."""
         due = {s.due(step) for s in self.savers}
         assert len(due) == 1, "all ranks decide alike"
-        news = [s.news(seconds) for s in self.savers]
+        news = [s.status(seconds) for s in self.savers]
         self.now += seconds
-        told = SaveNews(0, news[0].committed, news[0].wanted, news[0].interval, news[0].at_risk_s)
+        told = SaveStatus(0, news[0].committed, news[0].requested, news[0].interval, news[0].at_risk_s)
         for s in self.savers:
-            s.heard([n.part for n in news], told)
-            s.stepped(seconds)
+            s.process_reports([n.part for n in news], told)
+            s.record_step(seconds)
         if due.pop() and not self.savers[0].overdue:
             assert len({s.begin(step) for s in self.savers}) == 1
 
@@ -203,7 +203,7 @@ def test_save_does_not_block_and_counts_only_when_complete(make: Callable[..., R
     assert ranks.events[0][2]["step"] == 10
 
 
-def test_a_copy_from_a_device_is_not_waited_for(make: Callable[..., Ranks]) -> None:
+def test_the_device_copy_is_not_waited_for(make: Callable[..., Ranks]) -> None:
     ranks = make("every_steps = 10", device="cuda")
     ranks.steps(1, 10)
     assert {w.staged for w in ranks.writers} == {1}
@@ -231,7 +231,7 @@ def test_failed_part_aborts_the_save_on_all_ranks_and_is_retried(make: Callable[
     assert {w.orders[-1][3] for w in ranks.writers} == {134}
 
 
-def test_the_fallback_takes_the_same_copy(make: Callable[..., Ranks], tmp_path: Path) -> None:
+def test_the_fallback_writes_the_same_copy(make: Callable[..., Ranks], tmp_path: Path) -> None:
     ranks = make(f'every_steps = 10\nfallback = "{tmp_path}/other"')
     ranks.steps(1, 10)
     for rank, writer in enumerate(ranks.writers):
@@ -249,7 +249,7 @@ def test_the_fallback_takes_the_same_copy(make: Callable[..., Ranks], tmp_path: 
     assert ranks.events[1][2]["fallback"] is True
 
 
-def test_no_memory_for_the_copy_is_a_failed_save(make: Callable[..., Ranks]) -> None:
+def test_out_of_memory_for_the_copy_is_a_failed_save(make: Callable[..., Ranks]) -> None:
     ranks = make("every_steps = 10")
     ranks.writers[2].no_memory = True
     ranks.steps(1, 10)
@@ -287,7 +287,7 @@ def test_results_of_an_abandoned_save_attempt_are_ignored(make: Callable[..., Ra
     assert "checkpoint_saved" not in ranks.kinds()
 
 
-def test_training_stops_before_more_is_at_risk_than_allowed(make: Callable[..., Ranks]) -> None:
+def test_training_stops_at_max_unsaved_s(make: Callable[..., Ranks]) -> None:
     ranks = make("every_steps = 10\nmax_unsaved_s = 60")
     for writer in ranks.writers:
         writer.auto = lambda what, attempt: False
@@ -319,7 +319,7 @@ def test_training_continues_if_the_save_succeeds_at_the_limit(make: Callable[...
     assert not ranks.savers[1].overdue
 
 
-def test_the_end_waits_and_fails_together(make: Callable[..., Ranks]) -> None:
+def test_the_final_save_fails_in_all_ranks(make: Callable[..., Ranks]) -> None:
     ranks = make("every_steps = 10")
     ranks.steps(1, 15)
     for rank, writer in enumerate(ranks.writers):
@@ -352,7 +352,7 @@ def test_final_save_is_retried_after_a_writer_failure(make: Callable[..., Ranks]
     )
 
 
-def test_a_storage_that_hangs_is_not_asked_again_at_the_end(make: Callable[..., Ranks]) -> None:
+def test_final_save_is_not_retried_on_hanging_storage(make: Callable[..., Ranks]) -> None:
     ranks = make("every_steps = 10")
     for rank, writer in enumerate(ranks.writers):
         writer.auto = lambda what, attempt, rank=rank: (what, rank) != ("part", 1)
@@ -371,7 +371,7 @@ def test_final_save_is_retried_if_only_an_earlier_save_hung(make: Callable[..., 
     assert ranks.kinds() == ["checkpoint_failed", "checkpoint_saved"]
 
 
-def test_nothing_of_a_distrusted_state_is_completed(make: Callable[..., Ranks]) -> None:
+def test_a_save_of_distrusted_state_is_not_committed(make: Callable[..., Ranks]) -> None:
     ranks = make("every_steps = 10")
     ranks.steps(1, 10)
     assert ranks.together(lambda s: s.distrust(8, "it was wrong")) == [None] * RANKS
@@ -383,7 +383,7 @@ def test_nothing_of_a_distrusted_state_is_completed(make: Callable[..., Ranks]) 
     assert {w.orders[-1][:2] for w in ranks.writers} == {("part", 2)}
 
 
-def test_retention_is_told_how_far_back_a_rollback_may_go(make: Callable[..., Ranks]) -> None:
+def test_retention_gets_the_lowest_rollback_bound(make: Callable[..., Ranks]) -> None:
     """Whatever may set checkpoints aside says how far; the one that goes furthest counts."""
     ranks = make("every_steps = 10")
     for writer in ranks.writers:
@@ -391,7 +391,7 @@ def test_retention_is_told_how_far_back_a_rollback_may_go(make: Callable[..., Ra
     ranks.steps(1, 12)
     assert ranks.writers[0].sure is None, "nothing can"
     for saver in ranks.savers:
-        saver.doubts = [SimpleNamespace(reach=reach) for reach in (16, None, 8)]  # type: ignore[list-item]
+        saver.rollback_bounds = [SimpleNamespace(rollback_bound=bound) for bound in (16, None, 8)]  # type: ignore[list-item]
     ranks.steps(13, 22)
     assert ranks.writers[0].sure == 8
 
@@ -402,7 +402,7 @@ def test_keep_every_steps_are_saved_regardless_of_the_interval(make: Callable[..
     assert {w.orders[0][3] for w in ranks.writers} == {7}
 
 
-def test_the_interval_comes_from_what_a_save_costs(make: Callable[..., Ranks]) -> None:
+def test_the_interval_follows_from_the_cost_of_a_save(make: Callable[..., Ranks]) -> None:
     ranks = make('every_steps = "auto"\nmax_unsaved_s = 400')
     for writer in ranks.writers:
         writer.auto = lambda what, attempt: True

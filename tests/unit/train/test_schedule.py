@@ -28,7 +28,7 @@ def test_cosine() -> None:
     assert values[-1] == pytest.approx(0.1)
 
 
-def test_wsd_stays_and_then_falls_linearly() -> None:
+def test_wsd_is_constant_then_decays_linearly() -> None:
     values = curve(100, warmup_steps=10, decay="wsd", decay_steps=20, min_lr_ratio=0.0)
     assert set(values[9:80]) == {1.0}
     assert values[80] == pytest.approx(0.95)
@@ -43,7 +43,9 @@ def test_wsd_stays_and_then_falls_linearly() -> None:
     st.sampled_from(["cosine", "wsd", "constant"]),
     st.floats(0, 1),
 )
-def test_it_never_leaves_its_bounds(steps: int, data: st.DataObject, decay: str, ratio: float) -> None:
+def test_learning_rate_stays_within_its_bounds(
+    steps: int, data: st.DataObject, decay: str, ratio: float
+) -> None:
     warmup = data.draw(st.integers(0, steps))
     values = curve(steps, warmup_steps=warmup, decay=decay, min_lr_ratio=ratio)
     assert all(0 <= v <= 1 for v in values)

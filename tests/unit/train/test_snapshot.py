@@ -104,7 +104,7 @@ def seed() -> None:
     torch.manual_seed(7)
 
 
-def test_training_goes_on_from_it_as_if_nothing_had_happened(rank: Rank) -> None:
+def test_training_resumes_from_a_snapshot_bit_identically(rank: Rank) -> None:
     model, optimizer = build()
     train(model, optimizer, range(3))
     rank.start(model, optimizer).take(3)
@@ -121,7 +121,7 @@ def test_training_goes_on_from_it_as_if_nothing_had_happened(rank: Rank) -> None
     assert_same(everything(other, its_optimizer), straight)
 
 
-def test_the_copy_is_of_the_moment_it_was_taken(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_does_not_change_a_snapshot_in_progress(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training goes on while the file is written."""
     model, optimizer = build()
     go = threading.Event()
@@ -138,7 +138,7 @@ def test_the_copy_is_of_the_moment_it_was_taken(rank: Rank, monkeypatch: pytest.
     assert_same(everything(model, optimizer), then)
 
 
-def test_what_it_tells_and_what_the_library_reads(rank: Rank) -> None:
+def test_report_and_safetensors_content(rank: Rank) -> None:
     model, optimizer = build()
     train(model, optimizer, range(2))
     part, its_optimizer = cut(model, optimizer, 1, TWO)
@@ -167,7 +167,7 @@ def test_what_it_tells_and_what_the_library_reads(rank: Rank) -> None:
     assert by_key["rng/cpu/1"]["owner"]
 
 
-def test_the_files_take_turns_and_the_newer_stays(rank: Rank) -> None:
+def test_files_alternate_and_the_newer_one_is_kept(rank: Rank) -> None:
     model, optimizer = build()
     rank.start(model, optimizer)
     rank.take(10, 20, 30, 40)
@@ -185,7 +185,7 @@ def test_the_files_take_turns_and_the_newer_stays(rank: Rank) -> None:
         ([{"slot": 0, "generation": 1, "step": 60}, {"slot": 1, "generation": 2, "step": 50}], 0),
     ],
 )
-def test_a_new_process_writes_over_the_older_one_first(rank: Rank, held: list[Any], slot: int) -> None:
+def test_a_new_process_overwrites_the_older_file_first(rank: Rank, held: list[Any], slot: int) -> None:
     model, optimizer = build()
     rank.start(model, optimizer, generation=3, held=held).take(70)
     assert [e["slot"] for e in rank.entries()] == [slot]
@@ -199,7 +199,7 @@ def test_due(rank: Rank) -> None:
     assert not any(snapshots.due(step) for step in range(20))
 
 
-def test_it_never_waits_for_the_one_before(
+def test_take_skips_while_a_snapshot_is_being_written(
     rank: Rank, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, optimizer = build()
@@ -233,7 +233,7 @@ def test_it_never_waits_for_the_one_before(
     assert told == [("snapshot_skipped", {"step": step, "skipped": n}) for step, n in ((40, 1), (50, 2))]
 
 
-def test_a_write_that_fails_costs_that_snapshot_only(
+def test_a_failed_write_loses_only_that_snapshot(
     rank: Rank, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, optimizer = build()
@@ -254,7 +254,7 @@ def test_a_write_that_fails_costs_that_snapshot_only(
     assert "Cannot allocate memory" in event.message
 
 
-def test_damage_is_found_and_the_other_file_is_good(rank: Rank) -> None:
+def test_damage_is_detected_and_the_other_file_is_used(rank: Rank) -> None:
     model, optimizer = build()
     rank.start(model, optimizer)
     train(model, optimizer, range(1))
@@ -275,7 +275,7 @@ def test_damage_is_found_and_the_other_file_is_good(rank: Rank) -> None:
     assert_same(everything(model, optimizer), then)
 
 
-def test_a_replicas_state_is_taken_but_for_its_random_numbers(rank: Rank) -> None:
+def test_a_replicas_snapshot_restores_all_but_random_state(rank: Rank) -> None:
     model, optimizer = build()
     train(model, optimizer, range(2))
     giver, its_optimizer = cut(model, optimizer, 0, Layout(replicate=2))
@@ -312,7 +312,7 @@ def test_another_ranks_state_is_refused(rank: Rank) -> None:
     assert_same(everything(model, optimizer), before)
 
 
-def test_a_second_tensor_of_one_name_has_a_key_of_its_own(rank: Rank) -> None:
+def test_a_second_tensor_of_one_name_gets_another_key(rank: Rank) -> None:
     """A tied embedding whose two copies stand in two stages of one rank; the copy may come first."""
     model, _ = build()
     embedding = next(s for s in model.shards if s.name == "model.embed_tokens.weight")
@@ -338,7 +338,7 @@ def test_a_second_tensor_of_one_name_has_a_key_of_its_own(rank: Rank) -> None:
     assert_same(everything(model, optimizer), then)
 
 
-def test_skipped_updates_are_not_counted_after_a_restore(rank: Rank) -> None:
+def test_a_restore_does_not_count_skipped_updates(rank: Rank) -> None:
     model, optimizer = build()
     train(model, optimizer, range(2))
     rank.start(model, optimizer).take(9)  # 7 of 9 steps made no update
@@ -348,7 +348,7 @@ def test_skipped_updates_are_not_counted_after_a_restore(rank: Rank) -> None:
     assert rank_cases.optimizer_updates(its_optimizer) == 2
 
 
-def test_after_a_rollback_what_lies_ahead_is_replaced_first(rank: Rank) -> None:
+def test_after_a_rollback_later_snapshots_are_overwritten_first(rank: Rank) -> None:
     model, optimizer = build()
     snapshots = rank.start(model, optimizer)
     for step in (10, 20):
@@ -399,7 +399,7 @@ def test_snapshots_of_all_ranks_make_a_checkpoint_for_any_layout(
     chosen.close()
 
 
-def test_nothing_of_a_model_is_kept_alive_but_tensors_of_it(rank: Rank) -> None:
+def test_snapshots_reference_only_tensors_of_the_model(rank: Rank) -> None:
     """Its process groups must be able to go before the next generation makes new ones."""
     model, optimizer = build()
     snapshots = rank.start(model, optimizer)

@@ -39,12 +39,12 @@ def simulate(
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_noise_is_no_straggler(seed: int) -> None:
+def test_noise_is_not_a_straggler(seed: int) -> None:
     assert simulate(4000, seed=seed) == []
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_rank_three_times_as_slow_is_found_once(seed: int) -> None:
+def test_a_rank_three_times_as_slow_is_reported_once(seed: int) -> None:
     found = simulate(300, seed=seed, slow={5: 3.0})
     assert [s.rank for _, s in found] == [5]
     assert found[0][0] < 2 * STEPS * WINDOWS
@@ -52,12 +52,12 @@ def test_a_rank_three_times_as_slow_is_found_once(seed: int) -> None:
     assert "rank 5" in found[0][1].message
 
 
-def test_two_of_one_node() -> None:
+def test_two_slow_ranks_are_both_reported() -> None:
     found = simulate(100, seed=1, slow={2: 4.0, 6: 4.0})
     assert sorted(s.rank for _, s in found) == [2, 6]
 
 
-def test_it_is_told_again_after_it_recovered() -> None:
+def test_a_straggler_is_reported_again_after_recovery() -> None:
     watch = StragglerWatch(Layout(shard=4), 2.0)
     told = []
     for step in range(240):
@@ -76,19 +76,19 @@ def test_one_bad_window_or_a_step_that_hangs_is_not_enough() -> None:
         assert watch.add([0.1, 30.0 if step % STEPS == 3 else 0.1, 0.1, 0.1], 1.0) == []
 
 
-def test_what_costs_nothing_is_no_matter() -> None:
+def test_a_negligible_delay_is_ignored() -> None:
     watch = StragglerWatch(Layout(shard=4), 2.0)
     for _ in range(100):
         assert watch.add([1e-4, 1e-3, 1e-4, 1e-4], 1.0) == []
 
 
-def test_without_peers_there_is_no_judgement() -> None:
+def test_a_rank_without_peers_is_not_judged() -> None:
     watch = StragglerWatch(Layout(pipeline=4), 2.0)
     for _ in range(100):
         assert watch.add([0.1, 0.9, 0.1, 0.1], 1.0) == []
 
 
-def test_times_that_are_not_known_yet() -> None:
+def test_times_not_known_yet_are_ignored() -> None:
     watch = StragglerWatch(Layout(shard=4), 2.0)
     for _ in range(100):
         assert watch.add([0.0, 0.1, 0.0, 0.0], 1.0) == []

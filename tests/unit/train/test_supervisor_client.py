@@ -66,9 +66,9 @@ def pair() -> Iterator[tuple[SupervisorClient, Channel]]:
     theirs.close()
 
 
-def test_it_is_what_the_loop_asks_for(pair: tuple[SupervisorClient, Channel]) -> None:
+def test_it_implements_the_supervisor_protocol(pair: tuple[SupervisorClient, Channel]) -> None:
     supervisor: Supervisor = pair[0]
-    assert supervisor.wants() is None
+    assert supervisor.leave_request() is None
 
 
 def test_without_an_agent_there_is_no_supervisor_client(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def test_without_an_agent_there_is_no_supervisor_client(monkeypatch: pytest.Monk
     assert SupervisorClient.from_environment() is None
 
 
-def test_an_agent_that_is_gone_already_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exited_agent_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.getsignal(signal.SIGUSR2)
     monkeypatch.setenv("SEATRIAL_SUPERVISOR", f"nobody-{secrets.token_hex(8)}")
     monkeypatch.setenv("SEATRIAL_SUPERVISOR_TOKEN", "secret")
@@ -85,7 +85,7 @@ def test_an_agent_that_is_gone_already_is_an_error(monkeypatch: pytest.MonkeyPat
     assert signal.getsignal(signal.SIGUSR2) is before  # nothing was registered for nobody
 
 
-def test_what_it_tells_carries_the_generation(pair: tuple[SupervisorClient, Channel]) -> None:
+def test_messages_carry_the_generation(pair: tuple[SupervisorClient, Channel]) -> None:
     supervisor_client, agent = pair
     send(agent, rank_spec(4))
     assert supervisor_client.next_order() == rank_spec(4)
@@ -95,7 +95,7 @@ def test_what_it_tells_carries_the_generation(pair: tuple[SupervisorClient, Chan
     finding = hear(agent, "finding")
     assert (finding["generation"], finding["blamed"], finding["signal"]) == (4, [3], "nonfinite")
     filled = msg.SnapshotFilled(0, 7, 4, "shard=1", 9, "x", slot=1, index={}, seconds=0.1)
-    supervisor_client.tell(filled)
+    supervisor_client.send(filled)
     assert hear(agent, "snapshot") == vars(filled)
     supervisor_client.parked(7, "gone")
     assert hear(agent, "parked") == {"generation": 4, "step": 7, "message": "gone"}
@@ -105,7 +105,7 @@ def test_what_it_tells_carries_the_generation(pair: tuple[SupervisorClient, Chan
     assert hear(agent, "finished") == {"generation": 5, "how": "done", "step": 9}
 
 
-def test_orders_come_one_after_the_other(pair: tuple[SupervisorClient, Channel]) -> None:
+def test_orders_are_returned_one_at_a_time(pair: tuple[SupervisorClient, Channel]) -> None:
     supervisor_client, agent = pair
     send(agent, rank_spec(1))
     send(agent, rank_spec(2))
@@ -119,21 +119,21 @@ def answered(agent: Channel) -> None:
     hear(agent, "dump")
 
 
-def test_a_wish_counts_for_its_generation_only(pair: tuple[SupervisorClient, Channel]) -> None:
+def test_a_leave_request_is_for_its_generation_only(pair: tuple[SupervisorClient, Channel]) -> None:
     supervisor_client, agent = pair
     send(agent, rank_spec(1))
     send(agent, msg.RankYield(2, "preempted"))  # before its generation was taken
     send(agent, rank_spec(2))
     answered(agent)
     supervisor_client.next_order()
-    assert supervisor_client.wants() is None
+    assert supervisor_client.leave_request() is None
     supervisor_client.next_order()
-    assert supervisor_client.wants() == "preempted"
+    assert supervisor_client.leave_request() == "preempted"
     supervisor_client.finished("preempted", 3)
-    assert supervisor_client.wants() is None
+    assert supervisor_client.leave_request() is None
 
 
-def test_an_abandoned_generation_is_known_until_it_is_left(pair: tuple[SupervisorClient, Channel]) -> None:
+def test_abandoned_is_true_until_the_generation_is_left(pair: tuple[SupervisorClient, Channel]) -> None:
     supervisor_client, agent = pair
     send(agent, rank_spec(3))
     supervisor_client.next_order()
@@ -241,13 +241,13 @@ def hang(supervisor_client: SupervisorClient) -> int:
         signal.pause()
 
 
-def test_the_process_ends_with_its_agent(tmp_path: Path) -> None:
+def test_the_process_exits_with_its_agent(tmp_path: Path) -> None:
     pid, agent, _ = run_rank(hang, tmp_path)
     agent.close()
     assert exit_code(pid) == 1
 
 
-def test_a_process_that_was_told_to_exit_ends_in_its_own_time(tmp_path: Path) -> None:
+def test_a_process_ordered_to_exit_ends_normally(tmp_path: Path) -> None:
     def wait_for_the_end(supervisor_client: SupervisorClient) -> int:
         assert supervisor_client.next_order() == msg.Exit(0)
         assert supervisor_client.next_order() is None  # once the agent is gone
@@ -288,7 +288,7 @@ def tcp_state(sock: socket.socket) -> int:
     return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
 
 
-def test_only_connections_are_broken() -> None:
+def test_only_tcp_connections_are_shut_down() -> None:
     local, far = socket.socketpair()
     with local, far, socket.create_server(("127.0.0.1", 0)) as server:
         with socket.create_connection(server.getsockname()) as client, server.accept()[0] as accepted:
@@ -300,7 +300,7 @@ def test_only_connections_are_broken() -> None:
             assert far.recv(1) == b"x"
 
 
-def test_a_broken_connection_can_still_be_written() -> None:
+def test_a_shut_down_connection_can_still_be_written() -> None:
     """gloo loses a message whose write fails before the connection's end is read: its sender would wait for ever."""
     server = socket.create_server(("127.0.0.1", 0))
     with server, socket.create_connection(server.getsockname()) as client, server.accept()[0] as accepted:
@@ -310,7 +310,7 @@ def test_a_broken_connection_can_still_be_written() -> None:
             end.sendall(b"sent")
 
 
-def test_a_peer_can_send_until_it_is_told_the_end() -> None:
+def test_a_peer_can_send_until_teardown() -> None:
     """gloo's thread here closes a broken connection at once: that must not refuse what the peer sends meanwhile."""
     server = socket.create_server(("127.0.0.1", 0))
     with server, socket.create_connection(server.getsockname()) as client:
@@ -330,7 +330,7 @@ def test_teardown_without_groups_does_nothing() -> None:
     assert not dist.is_initialized()
 
 
-def test_a_store_that_listens_late_is_waited_for() -> None:
+def test_wait_for_store_waits_for_a_late_listener() -> None:
     tried = threading.Event()
 
     def listen() -> None:
@@ -359,7 +359,7 @@ def test_a_store_that_listens_late_is_waited_for() -> None:
 # -- records
 
 
-def test_records_are_settled_when_the_agent_says_so(pair: tuple[SupervisorClient, Channel]) -> None:
+def test_settle_waits_for_the_agents_confirmation(pair: tuple[SupervisorClient, Channel]) -> None:
     supervisor_client, agent = pair
     supervisor_client.settle()  # nothing was told: nobody is asked
     records = through_agent(supervisor_client, 4, 3)
@@ -386,7 +386,7 @@ def test_records_are_settled_when_the_agent_says_so(pair: tuple[SupervisorClient
     assert agent.receive() == []
 
 
-def test_what_cannot_be_on_disk_is_an_error(pair: tuple[SupervisorClient, Channel]) -> None:
+def test_settle_raises_if_events_cannot_be_written(pair: tuple[SupervisorClient, Channel]) -> None:
     supervisor_client, agent = pair
     records = through_agent(supervisor_client, 4, 0)
     records.event("sample", "text")
@@ -410,7 +410,7 @@ def test_settling_records_fails_when_generation_is_abandoned(
         records.settle()
 
 
-def test_without_an_agent_a_rank_writes_them_itself(tmp_path: Path) -> None:
+def test_without_an_agent_a_rank_writes_its_events(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     records = into_file(folder, 2, 1)
     records.event("sample", "text", data={"a": 1})

@@ -16,7 +16,7 @@ PROFILED = ("train.profile_ranks=[0]", "train.profile_first_step=3", "train.prof
 pytestmark = pytest.mark.cluster  # for its time: it starts no cluster
 
 
-def test_the_trace_holds_the_steps_that_were_asked_for(tmp_path: Path) -> None:
+def test_the_trace_has_the_requested_steps(tmp_path: Path) -> None:
     plain = Run(tmp_path / "plain")
     assert plain.loop.run(1) == "done"
     run = Run(tmp_path / "profiled", *PROFILED)
@@ -30,7 +30,7 @@ def test_the_trace_holds_the_steps_that_were_asked_for(tmp_path: Path) -> None:
     assert not plain.folder.trace(1, 0).exists()
 
 
-def test_a_trace_that_would_be_too_large_is_not_written(
+def test_a_trace_that_is_too_large_is_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(trace, "MOST_EVENTS", 10)
@@ -40,7 +40,7 @@ def test_a_trace_that_would_be_too_large_is_not_written(
     assert "more than 10: it is not written" in capfd.readouterr().err
 
 
-def test_a_run_that_ends_early_keeps_what_was_traced(tmp_path: Path) -> None:
+def test_a_run_that_ends_early_writes_its_trace(tmp_path: Path) -> None:
     run = Run(tmp_path / "left", *PROFILED[:2], "train.profile_steps=6", leave={3: "drain"})
     run.loop.run(1)
     assert run.folder.trace(1, 0).exists()

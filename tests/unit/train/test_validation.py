@@ -33,7 +33,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-def test_when_it_is_measured_and_recorded(tmp_path: Path, good: Run, late: bool) -> None:
+def test_steps_at_which_validation_runs_and_its_records(tmp_path: Path, good: Run, late: bool) -> None:
     run = Run(tmp_path / "run", *EVERY, validates=True, copies=True, late=late)
     assert run.loop.run(1) == "done"
     found = losses(run.folder)
@@ -45,7 +45,7 @@ def test_when_it_is_measured_and_recorded(tmp_path: Path, good: Run, late: bool)
     assert [("validation_time_s" in m, "validation_loss" in m) for m in lines].count((True, True)) == 3
 
 
-def test_it_changes_nothing_of_the_training(tmp_path: Path, good: Run) -> None:
+def test_validation_does_not_change_training(tmp_path: Path, good: Run) -> None:
     without = Run(tmp_path / "without", copies=True)
     without.loop.run(1)
     assert same(good.state(), without.state())
@@ -53,7 +53,7 @@ def test_it_changes_nothing_of_the_training(tmp_path: Path, good: Run) -> None:
     assert [(m.loss, m.grad_norm) for m in mine] == [(m.loss, m.grad_norm) for m in other]
 
 
-def test_it_is_the_mean_over_the_samples_that_count(good: Run) -> None:
+def test_loss_is_the_mean_over_the_validation_samples(good: Run) -> None:
     """The last of eight sequences does not."""
     batches, model = ValidationBatches(), good.model.stages[0]
     each = []
@@ -66,7 +66,7 @@ def test_it_is_the_mean_over_the_samples_that_count(good: Run) -> None:
     assert losses(good.folder)[8] == pytest.approx(wanted, abs=1e-6)
 
 
-def test_its_time_counts_for_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validation_time_is_not_step_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path / "run", *EVERY, validates=True)
     now = [0.0]
     measure = Validation.measure
@@ -90,7 +90,7 @@ def test_its_time_counts_for_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.cluster  # slow: saves twice
 @pytest.mark.parametrize("when", ["at the step", "meanwhile"])
-def test_a_rank_that_must_leave_does_not_wait_for_it(tmp_path: Path, good: Run, when: str) -> None:
+def test_a_leave_request_interrupts_validation(tmp_path: Path, good: Run, when: str) -> None:
     """The next generation measures it in the same state."""
     # Questions: one for each step, then one for each batch.
     run = Run(
@@ -109,7 +109,7 @@ def test_a_rank_that_must_leave_does_not_wait_for_it(tmp_path: Path, good: Run, 
     assert same(again.state(), good.state())
 
 
-def test_a_failure_during_it_is_made_up_for(
+def test_validation_after_a_failure_is_repeated(
     tmp_path: Path, good: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Run(tmp_path / "run", *EVERY, validates=True)
@@ -132,14 +132,14 @@ def test_a_failure_during_it_is_made_up_for(
     assert losses(run.folder) == losses(good.folder)
 
 
-def test_what_was_measured_is_not_measured_again(tmp_path: Path, good: Run) -> None:
+def test_a_measured_validation_is_not_repeated(tmp_path: Path, good: Run) -> None:
     again = Run(good.folder.path, *EVERY, validates=True, generation=2)
     again.resume_from(good)
     again.loop.run(9)
     assert again.watcher.validated == []
 
 
-def test_one_that_is_not_finite_is_told_and_no_failure(tmp_path: Path, good: Run, late: bool) -> None:
+def test_a_nonfinite_validation_loss_is_only_reported(tmp_path: Path, good: Run, late: bool) -> None:
     run = Run(tmp_path / "run", *EVERY, validates=True, late=late)
     whole = run.model.validation_loss
     run.model.validation_loss = lambda *batch: whole(*batch) * float("nan")  # type: ignore[method-assign]
@@ -151,21 +151,21 @@ def test_one_that_is_not_finite_is_told_and_no_failure(tmp_path: Path, good: Run
     assert same(run.state(), good.state())
 
 
-def test_none_is_measured_after_a_step_that_was_skipped(tmp_path: Path) -> None:
+def test_no_validation_after_a_skipped_step(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", *EVERY, validates=True)
     run.spoil(3, times=99)
     assert run.loop.run(1) == "done"
     assert {step for step, _ in run.watcher.validated} == {6, 8}
 
 
-def test_it_is_no_part_of_a_ranks_own_time(tmp_path: Path) -> None:
+def test_validation_is_not_compute_time(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", *EVERY, validates=True)
-    clock = run.loop._own_time
+    clock = run.loop._compute_timer
     assert clock is not None
     clock.watch(run.model)
     run.loop._validate(run.loop._validation, 3)  # type: ignore[arg-type]
-    assert clock.take() == 0.0
+    assert clock.read() == 0.0
     run.model.stages[0](torch.zeros((1, LENGTH), dtype=torch.long))
-    assert clock.take() > 0.0
+    assert clock.read() > 0.0
     clock.unwatch()
     run.loop._recorder.close()

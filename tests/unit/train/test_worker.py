@@ -38,7 +38,7 @@ def wrapped() -> BaseException:
         (InputError("the port is in use"), False),
     ],
 )
-def test_an_error_that_only_says_a_peer_went_away(error: BaseException, wanted: bool) -> None:
+def test_errors_that_follow_from_a_lost_peer(error: BaseException, wanted: bool) -> None:
     assert is_consequence(error) is wanted
 
 
@@ -50,7 +50,7 @@ def test_every_missing_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         RankEnvironment.from_environment()
 
 
-def test_a_worker_started_by_hand_says_how_to_start_it(
+def test_a_worker_without_environment_says_how_to_start_it(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)

@@ -11,8 +11,8 @@ from seatrial.record.events import Event, read_events
 from seatrial.record.folder import RunFolder
 from seatrial.train.checkpointing.call_with_timeout import GivenUp, call_with_timeout
 
-_LOOK_S = 3.0  # to list a folder, or for a store to answer; a recovery may wait that long without result
-_ASIDE_S = 10.0  # all other ranks wait meanwhile: shorter than what counts as a hang
+_LIST_TIMEOUT_S = 3.0  # a recovery waits that long for a storage that does not answer
+_QUARANTINE_TIMEOUT_S = 10.0  # all other ranks wait meanwhile: shorter than the hang timeout
 
 
 class Places:
@@ -27,7 +27,7 @@ class Places:
         return len(self.urls)
 
     def place(self, index: int) -> Place:
-        """The place at `index`, opened on first use: an object store needs a client, which most ranks never need."""
+        """The place at `index`, opened on first use: most ranks never need an object store's client."""
         found = self._places[index]
         if found is None:
             found = self._places[index] = open_place(self.urls[index])
@@ -45,13 +45,12 @@ class Places:
     def candidates(self) -> list[tuple[int, int]]:
         """(step, index of the place) of all complete checkpoints, newest first, at equal steps the first place first.
 
-        Raises StorageError if a place cannot be listed: an older checkpoint is no substitute for one that cannot be
-        reached.
+        Raises StorageError if a place cannot be listed: it may have the newest checkpoint.
         """
         found = [(step, index) for index in range(len(self)) for step in self.place(index).steps()]
         return sorted(found, key=lambda entry: (-entry[0], entry[1]))
 
-    def look(self) -> int:
+    def find_newest(self) -> int:
         """Step of the newest complete checkpoint, or 0. OSError or StorageError if it cannot be listed in time."""
         newest = 0
         for index, url in enumerate(self.urls):
@@ -59,18 +58,18 @@ class Places:
             def steps(_: GivenUp, index: int = index) -> list[int]:
                 return self.place(index).steps()
 
-            newest = max([newest, *call_with_timeout(_LOOK_S, url, steps)])
+            newest = max([newest, *call_with_timeout(_LIST_TIMEOUT_S, url, steps)])
         return newest
 
     def newest_step(self) -> int:
-        """Like `look`; if that fails, the newest step that the run's events report as saved."""
+        """Like `find_newest`; if that fails, the newest step that the run's events report as saved."""
         try:
-            return self.look()
+            return self.find_newest()
         except (OSError, SeatrialError):
             return last_saved(self._folder)
 
     def remove_leftovers(self, before: int | None = None) -> list[str]:
-        """Remove what crashed saves left, see `Place.remove_leftovers`; returns the names removed. Rank 0 calls it."""
+        """Remove the partial files of crashed saves, see `Place.remove_leftovers`; returns their names. Only rank 0."""
         return [name for index in range(len(self)) for name in self.place(index).remove_leftovers(before)]
 
     def set_aside_after(self, step: int, why: str) -> Iterator[tuple[str, int, str | None]]:
@@ -84,7 +83,7 @@ class Places:
                 return list(self._set_aside_in(index, step, why, given_up))
 
             try:
-                yield from call_with_timeout(_ASIDE_S, url, set_aside)
+                yield from call_with_timeout(_QUARANTINE_TIMEOUT_S, url, set_aside)
             except (OSError, SeatrialError) as error:
                 yield url, step, str(error)
 
@@ -92,7 +91,7 @@ class Places:
         self, index: int, step: int, why: str, given_up: GivenUp
     ) -> Iterator[tuple[str, int, str | None]]:
         for at in self.place(index).steps():
-            if at <= step or given_up():  # given up: other checkpoints of that step may exist by now
+            if at <= step or given_up():  # given up: a new checkpoint of that step may exist by now
                 continue
             name = self.name_of(index, at)
             try:
@@ -116,7 +115,7 @@ def last_saved(folder: RunFolder) -> int:
 
 
 def _by_generation(saved: Sequence[Event]) -> list[Event]:
-    """Sort events into the order in which they happened: a node that was partitioned delivers late."""
+    """Sort events into the order in which they happened: a partitioned node delivers its events late."""
     return sorted(saved, key=lambda event: event.generation)
 
 

@@ -20,7 +20,7 @@ class Attempt:
     place: int  # 0, or 1 for the fallback
     ordered_at: float
     staged_at: float
-    stalled_s: float  # training waited that long for this rank's copy
+    stalled_s: float  # how long training waited for this rank's copy
     committing: bool = False
 
 
@@ -31,7 +31,7 @@ class SaveEvents:
         self._records, self._urls = records, urls
 
     def saved(self, attempt: Attempt, address: str, size: int, seconds: float) -> None:
-        """The checkpoint is complete, `seconds` after its copy was begun."""
+        """The checkpoint is complete, `seconds` after its copy began."""
         where = f", in the fallback {self._urls[attempt.place]}" if attempt.place else ""
         self._records.event_of_first(
             "checkpoint_saved",
@@ -59,8 +59,8 @@ class SaveEvents:
         )
 
     def own_part(self, step: int, problem: str) -> None:
-        """This rank, not rank 0, could not write its part."""
-        # A full disk may refuse this line too; the failure itself is reported by rank 0.
+        """This rank, which is not rank 0, could not write its part."""
+        # A full disk may refuse this line too; rank 0 reports the failure as well.
         with contextlib.suppress(OSError):
             self._records.event(
                 "checkpoint_failed",
@@ -70,7 +70,7 @@ class SaveEvents:
             )
 
     def late(self, step: int, writing: int) -> None:
-        """The save that is due after `step` has to wait."""
+        """The save due after `step` is delayed."""
         self._records.event_of_first(
             "checkpoint_late",
             f"the checkpoint due after step {step} is delayed: that of step {writing} is still being written",
@@ -79,16 +79,16 @@ class SaveEvents:
         )
 
     def overdue(self, step: int, at_risk_s: float) -> None:
-        """Training waits for a checkpoint, `at_risk_s` of work being in none."""
+        """Training waits for a checkpoint, with `at_risk_s` of unsaved training."""
         self._records.event_of_first(
             "checkpoint_overdue",
-            f"training waits after step {step}: {units.duration(at_risk_s)} of work are in no checkpoint",
+            f"training waits for a checkpoint after step {step}: {units.duration(at_risk_s)} of training are unsaved",
             severity="warning",
             data={"step": step, "at_risk_s": at_risk_s},
         )
 
     def interval(self, chosen: Interval) -> None:
-        """Another interval was chosen."""
+        """A new interval was chosen."""
         self._records.event_of_first(
             "checkpoint_interval",
             f"a checkpoint every {chosen.steps} steps: {chosen.reason}",

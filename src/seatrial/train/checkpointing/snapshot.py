@@ -1,7 +1,7 @@
-"""Snapshots of this rank's state every few steps, in memory that outlives the rank; bit-exact restoring from them.
+"""Snapshots of this rank's state every few steps, in memory that outlives the rank, and bit-exact restore.
 
-The training thread pays for one copy. A separate thread writes the copy into the older of two memory files, hashed,
-and only then notifies the agent: whenever and however the rank ends, the newer file is untouched.
+Training waits for one copy only. A separate thread writes it, hashed, into the older of two memory files and then
+notifies the agent: however the rank ends, the newer file stays intact.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Report = Callable[[SnapshotFilled], object]
 
 
 @dataclass
-class _Taken:
-    """A copy that waits to be written."""
+class _PendingWrite:
+    """A copy that is to be written."""
 
     step: int
     generation: int
@@ -43,7 +43,7 @@ class _Taken:
 
 
 class Snapshots:
-    """Takes this rank's snapshots. `take` never waits; `close` waits until the last is written."""
+    """Takes this rank's snapshots. `take` never waits for a write; `close` waits for the last one."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Snapshots:
         report: Report,
         held: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """`fds`: two memory files; `held`: the spec's "snapshots", what they hold now; `every`: steps, 0 for never.
+        """`fds`: two memory files; `held`: the spec's "snapshots", their current content; `every`: steps, 0 for never.
 
         `report` is called on another thread, with `SnapshotFilled` once a file is complete.
         """
@@ -64,7 +64,7 @@ class Snapshots:
         self.skipped = 0  # because the previous one was still being written
         self.failed = 0
         self._fds = fds
-        # Only the model's tensors are referenced: the model must stay releasable, with its process groups.
+        # Only tensors are referenced, so that the model and its process groups can be released.
         self._rank, self._device = model.mesh.rank, model.mesh.device
         self._layout = memory.layout_key(model.mesh.layout.as_dict())
         self._records, self._generation, self._every, self._report = (
@@ -90,14 +90,14 @@ class Snapshots:
         self._indexed = [piece.to_index() for piece in pieces]
         self._keys = [piece.key for piece in pieces]
         self._lasting = {piece.key: piece.tensor for piece in lasting}
-        # Pinned for a GPU, so that it copies asynchronously while the next step is being computed.
+        # Pinned for a GPU, so that the copy overlaps with the next step.
         self._copy = accelerator.host_memory((self._plan.data_bytes,), torch.uint8, self._device)
         self._views = [
             self._copy[offset : offset + p.tensor.nbytes].view(p.tensor.dtype).view(p.tensor.shape)
             for p, offset in zip(pieces, self._plan.offsets, strict=True)
         ]
-        self._free = threading.Event()  # set while the copy belongs to the training thread
-        self._orders: queue.SimpleQueue[_Taken | None] = queue.SimpleQueue()
+        self._free = threading.Event()  # set while the writing thread does not use the copy
+        self._orders: queue.SimpleQueue[_PendingWrite | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write_all, name="snapshots", daemon=True)
         self._thread.start()
 
@@ -108,16 +108,16 @@ class Snapshots:
 
     @property
     def busy(self) -> bool:
-        """Whether `take` would skip. Ranks that skip together keep snapshots of the same steps."""
+        """Whether `take` would skip. Ranks skip together, so that all have snapshots of the same steps."""
         return not self._free.is_set()
 
     @property
-    def reach(self) -> int | None:
-        """The step of the older snapshot: a rollback goes no further back, now or later. None where there is none."""
+    def rollback_bound(self) -> int | None:
+        """The step of the older snapshot, None if there is none: no rollback, now or later, goes further back."""
         return min((held[1] for held in self._held if held is not None), default=None)
 
     def forget_after(self, step: int) -> None:
-        """Drop later snapshots after a rollback to `step`: their trajectory was abandoned. They are overwritten first.
+        """Drop later snapshots after a rollback to `step`: they are from an abandoned trajectory, overwritten first.
 
         Call it after `settle`. A new snapshot of the same step must not be confused with one of that trajectory.
         """
@@ -146,7 +146,7 @@ class Snapshots:
         slot = min((0, 1), key=lambda i: self._held[i] or (-1, -1))
         self._held[slot] = self._entries[slot] = None
         self.taken += 1
-        self._orders.put(_Taken(step, self._generation, slot, copied))
+        self._orders.put(_PendingWrite(step, self._generation, slot, copied))
         return True
 
     def settle(self) -> list[Mapping[str, Any]]:
@@ -155,7 +155,7 @@ class Snapshots:
         return [entry for entry in self._entries if entry is not None]
 
     def close(self) -> None:
-        """Wait until what was taken is written and reported."""
+        """Wait until the last snapshot is written and reported."""
         self._orders.put(None)
         self._thread.join()
         self._report_failure()
@@ -163,7 +163,7 @@ class Snapshots:
     # -- the writing thread
 
     def _write_all(self) -> None:
-        # Memory is allocated page by page on first touch, slower than copying: done here, not in the first `take`.
+        # First-touch page faults are slower than the copy: caused here, not in the first `take`.
         if not self._copy.is_pinned():
             self._copy.zero_()
         self._free.set()
@@ -171,7 +171,7 @@ class Snapshots:
             try:
                 message = self._write(taken)
             except (OSError, Damaged, RuntimeError) as error:
-                # Most likely no memory left. Training does not need this snapshot; the other file is intact.
+                # Most likely out of memory. Training does not need this snapshot; the other file is intact.
                 self.failed += 1
                 self._failure = (taken.step, str(error))
             else:
@@ -180,7 +180,7 @@ class Snapshots:
                 self._report(SnapshotFilled(**message))
             self._free.set()
 
-    def _write(self, taken: _Taken) -> dict[str, Any]:
+    def _write(self, taken: _PendingWrite) -> dict[str, Any]:
         begin = time.perf_counter()
         if taken.copied is not None:
             taken.copied.synchronize()
@@ -220,7 +220,7 @@ class Snapshots:
             self._event("snapshot_failed", f"the snapshot of step {step} could not be written: {why}", data)
 
     def _event(self, kind: str, message: str, data: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # a full disk is no reason to stop here
+        with contextlib.suppress(OSError):  # a full disk must not stop training here
             self._records.event(kind, message, severity="warning", data=data)
 
 
@@ -235,9 +235,9 @@ def restore_from_memory(
     """Restore this rank from the snapshot in `fd`, its own or a replica's; returns its step.
 
     `entry` is its description in the generation spec's "snapshots". Weights, optimizer state, update count and random
-    state are restored bit for bit, also boxes that others own, but no random state of a replica, see
-    `carried.share_state`. `checked`: `memory.verify` was called just before. Raises Damaged, with nothing changed, if
-    the content is not what `entry` states, or not of this rank and layout. Only reads, and only this file.
+    state are restored bit for bit, also boxes that others own, but not a replica's random state, see
+    `carried.broadcast_state`. `checked`: `memory.verify` was called just before. Raises Damaged, with nothing changed, if
+    the content does not match `entry`, this rank or its layout. The file is only read.
     """
     if not checked:
         memory.verify(fd, entry)
@@ -283,7 +283,7 @@ def _read(fd: int, tensor: Tensor, offset: int, device: torch.device) -> None:
     while view:
         n = os.preadv(fd, [view], offset)
         if n == 0:
-            raise Damaged("the memory file has become shorter")
+            raise Damaged("the memory file is truncated")
         view, offset = view[n:], offset + n
     if not straight:
         tensor.copy_(target)

@@ -1,4 +1,4 @@
-"""The state of a run as a checkpoint sees it: weights, optimizer, random state and position."""
+"""The state of a run that a checkpoint contains: weights, optimizer, random state and position in the data."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ UPDATES = "optimizer/updates"  # the optimizer's step count; skipped steps count
 
 
 def lasting_pieces(model: ParallelModel, optimizer: ShardedOptimizer) -> list[Piece]:
-    """Every tensor of this rank that training changes in place, without copying.
+    """Every tensor of this rank that training updates in place; no copies.
 
     Includes boxes that other ranks own, with `owner` false. Keys are unique: a second tensor of one name (a tied
-    embedding present in two stages of one rank) gets a key of its own.
+    embedding in two stages of one rank) gets another key.
     """
     seen: dict[str, int] = {}
 
@@ -28,7 +28,7 @@ def lasting_pieces(model: ParallelModel, optimizer: ShardedOptimizer) -> list[Pi
         n = seen[f"{kind}/{name}"] = seen.get(f"{kind}/{name}", 0) + 1
         return f"{kind}/{name}" if n == 1 else f"{kind}/{name}#{n}"
 
-    # The counted copy first, even if another rank owns it: replicas must give their tensors the same keys.
+    # The counted copy first, even if another rank owns it, so that replicas give their tensors the same keys.
     weights = sorted((s for s in model.shards if s.box.numel), key=lambda s: not s.counted)
     moments = sorted(optimizer.state(), key=lambda entry: not entry[1].counted)
     at = model.mesh.at
@@ -50,7 +50,7 @@ def random_pieces(rank: int, device: torch.device) -> list[Piece]:
     state = {"rng/cpu": torch.get_rng_state()}
     if accelerator.is_accelerator(device):
         state[f"rng/{device.type}"] = accelerator.random_state(device)
-    # One tensor per rank: its name must contain the rank, since a key stands for one whole tensor.
+    # Each rank's is a tensor of its own, so the key contains the rank.
     return [Piece(f"{k}/{rank}", v, Box.whole(v.shape), tuple(v.shape)) for k, v in state.items()]
 
 
@@ -72,7 +72,8 @@ def updates(optimizer: ShardedOptimizer) -> Tensor:
 def restore(model: ParallelModel, optimizer: ShardedOptimizer, checkpoint: CheckpointWeights) -> Progress:
     """Restore weights, optimizer and random state from `checkpoint`, of any layout; returns the position in the run.
 
-    Every byte is checked against its hash while reading. Raises Damaged naming what differs; what was filled stays.
+    Every byte is checked against its hash while reading. Raises Damaged naming the difference; the model is then
+    partly filled.
     """
     rank, device = model.mesh.rank, model.mesh.device
     for shard in model.shards:

@@ -1,8 +1,8 @@
-"""Stand-ins for CUDA kernels on a machine without a GPU: the tensors they save for backward, and their outputs.
+"""Fake CUDA kernels for a machine without a GPU: the tensors they save for backward, and their outputs.
 
 On a CPU torch computes an RMS norm by many small operations, and attention repeats grouped keys and values for every
-query head. On CUDA each is one kernel that saves far less. A dry run for CUDA traces on CPU, and substitutes these
-kernels' shapes for the CPU's.
+query head. On CUDA each is one fused kernel that saves far less. A dry run for CUDA traces on the CPU with these
+kernels' shapes instead.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    # With a bias CUDA has no flash kernel. Which of the others torch picks, and what it saves, depends on the GPU and
-    # on cuDNN, so `plan.cost.dryrun` reports it as unknown; the bias itself is counted where it is created.
+    # With a bias CUDA has no flash kernel. Which other one torch picks, and what it saves, depends on the GPU and on
+    # cuDNN, so `plan.cost.dryrun` reports it as unknown; the bias itself is counted where it is created.
     width = query.shape[-1]
-    if width % 8:  # the kernel wants multiples of 8
+    if width % 8:  # the kernel needs multiples of 8
         query, key, value = (F.pad(x, (0, -width % 8)) for x in (query, key, value))
     return _flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0][..., :width]
 

@@ -46,7 +46,7 @@ def main() -> int:
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Run all traces of `request`."""
     file = dict(request["file"])
-    del file["model"]  # a preset's name is useless here: the sizes are in `architecture`
+    del file["model"]  # the sizes are in `architecture`
     job = Job(
         file=JobFile.model_validate({**file, "model": {}}),
         architecture=Architecture.from_dict(request["architecture"]),

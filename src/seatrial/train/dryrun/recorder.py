@@ -1,4 +1,4 @@
-"""Records every operation of a step as torch dispatches it: its storages, its FLOPs, and its communication."""
+"""Records every operation that torch dispatches in a step: storages, FLOPs and communication."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _aten, _c10d, _fsdp = torch.ops.aten, torch.ops.c10d, torch.ops.fsdp
 
 WEIGHTS, GRADIENTS = "gathered weights", "gradients"
 
-# Operation -> (kind, argument whose size is the collective's: where there are two, the one with all ranks' data).
+# Operation -> (kind, argument that gives the size: of two, the one with all ranks' data).
 _COLLECTIVES: dict[Any, tuple[str, str]] = {
     _c10d.allreduce_: ("all-reduce", "tensors"),
     _c10d._allgather_base_: ("all-gather", "output_tensor"),
@@ -60,7 +60,7 @@ class Counts:
 
 
 class Recorder(TorchDispatchMode):
-    """A dispatch mode over fake tensors or real ones, which it does not change.
+    """A dispatch mode that observes operations on fake or real tensors.
 
     `dimensions`: name of a process group -> dimension of the layout.
     """
@@ -76,7 +76,7 @@ class Recorder(TorchDispatchMode):
         self._resize: Callable[..., Any] | None = None
 
     def restart(self) -> None:
-        """Begin another step: forget the counts, but not what is alive."""
+        """Begin another step: reset the counts, but keep live storages."""
         self.timeline.restart()
         self.counts = Counts()
         self.phase = "forward"
@@ -88,7 +88,7 @@ class Recorder(TorchDispatchMode):
         for tensor in tensors:
             number = self._number(tensor)
             if kind is not None:
-                self.timeline.call(number, kind)
+                self.timeline.set_kind(number, kind)
 
     def _number(self, tensor: Tensor) -> int:
         storage = tensor.untyped_storage()
@@ -108,7 +108,7 @@ class Recorder(TorchDispatchMode):
         return number
 
     def __enter__(self) -> Recorder:
-        # Sharded data parallel frees gathered weights by resizing their storage to 0: no dispatched operation shows it.
+        # FSDP frees gathered weights by resizing their storage to 0, which is not a dispatched operation.
         original = torch.UntypedStorage.resize_
         table, timeline = self._known, self.timeline
 
@@ -116,7 +116,7 @@ class Recorder(TorchDispatchMode):
             result = original(storage, size)
             known = table.get(storage._cdata)
             if known is not None:
-                timeline.call(known[0], WEIGHTS)
+                timeline.set_kind(known[0], WEIGHTS)
                 timeline.resize(known[0], storage.nbytes())
             return result
 
@@ -155,7 +155,7 @@ class Recorder(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._number(leaf)
-        self._name(packet, args, kwargs)
+        self._mark_gradients(packet, args, kwargs)
         self._count_flops(packet, args, kwargs, result)
         return result
 
@@ -179,8 +179,8 @@ class Recorder(TorchDispatchMode):
             if kind == "all-gather":
                 self.add(tensors, WEIGHTS)
 
-    def _name(self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Mark as gradients what sharded data parallel collects for reduction, and the buffer it copies them into."""
+    def _mark_gradients(self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Mark as gradients the tensors that FSDP reduces, and the buffer it copies them into."""
         if packet is _fsdp.chunk_cat:
             self.add([t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)], GRADIENTS)
 

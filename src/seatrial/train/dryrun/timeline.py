@@ -1,7 +1,7 @@
 """A timeline of a step's memory: a log of storages that are allocated, resized and freed, and its peaks.
 
-Pure bookkeeping, no torch. Storages are numbers. What a storage is for is often known only later, when it is passed to
-a collective or has become a gradient, so kinds may be assigned at any time and count from the storage's allocation.
+Pure, no torch. Storages are numbers. The kind of a storage is often known only later, when it is passed to a collective
+or becomes a gradient, so kinds may be assigned at any time and count from the storage's allocation.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-# Parts of a segment that are distinguished one by one, from its beginning and from its end. Where a segment iterates
-# over layers (the sum of all gradients at the end of a pipeline's step, the weights' part of a split backward pass),
-# two traces with different numbers of layers agree part by part near both ends, and no part between them is higher.
+# Parts of a segment that are distinguished individually, from its beginning and from its end. Where a segment iterates over
+# layers (gradient reduction at the end of a pipeline's step, the weight pass of a split backward pass), traces with
+# different numbers of layers agree part by part near both ends, and no part between them is higher.
 _EDGE = 16
 
 TEMPORARY, ACTIVATIONS = "temporary", "activations"
@@ -51,7 +51,7 @@ class Timeline:
             self._sizes.pop(storage, None)
 
     def restart(self) -> None:
-        """Restart the log with what is alive now."""
+        """Restart the log with the storages that are alive now."""
         self._changes = list(self._sizes.items())
         self._marks.clear()
         self._splits.clear()
@@ -64,7 +64,7 @@ class Timeline:
         """End a part of the segment here, and begin another."""
         self._splits.append(len(self._changes))
 
-    def call(self, storage: int, kind: str) -> None:
+    def set_kind(self, storage: int, kind: str) -> None:
         """Assign a kind to `storage`; the first one assigned counts."""
         self._kinds.setdefault(storage, kind)
 
@@ -75,7 +75,7 @@ class Timeline:
         end, or `mid`. A storage without a kind is `temporary` if it was allocated and freed within one segment, else
         `activations`.
         """
-        fleeting = self._fleeting()
+        fleeting = self._short_lived()
         live: dict[str, int] = {}
         total = 0
         found: dict[str, Peak] = {}
@@ -114,20 +114,20 @@ class Timeline:
             for i in range(n):
                 yield [f"{label}#{_part(i, n)}"], self._changes[cuts[i] : cuts[i + 1]]
 
-    def _fleeting(self) -> set[int]:
+    def _short_lived(self) -> set[int]:
         """Storages that were allocated and freed within one segment."""
         out: set[int] = set()
         for begin, end, _ in self._bounds():
-            born: dict[int, int] = {}
+            allocated: dict[int, int] = {}
             seen: set[int] = set()
             for storage, more in self._changes[begin:end]:
                 if storage not in seen:
                     seen.add(storage)
                     if more > 0:
-                        born[storage] = 0
-                if storage in born:
-                    born[storage] += more
-            out.update(storage for storage, left in born.items() if left == 0)
+                        allocated[storage] = 0
+                if storage in allocated:
+                    allocated[storage] += more
+            out.update(storage for storage, left in allocated.items() if left == 0)
         return out
 
 

@@ -1,9 +1,9 @@
-"""One training step of one rank in a world of any size, on fake tensors: the trainer's own code, without its memory.
+"""One training step of one rank in a world of any size: the trainer's own code, on fake tensors.
 
-A process group that does not communicate has the full world's size, so that every rank's part is cut as in training;
-tensors have a shape but no data. What runs is `rank.build` and `step.train_step`, as in training. Three things are
-replaced: CUDA's kernels, where the job is for CUDA (`dryrun.kernels`); the first exchange of a pipeline, which reads a
-value; and the all-reduce of a step's vector, which depends on the device type.
+A fake process group has the full world's size, so that models are sharded as in training; tensors have a shape but no
+data. It runs `rank.build` and `step.train_step`, as in training. Three things are replaced: CUDA's kernels, if the job
+is for CUDA (`dryrun.kernels`); a pipeline's first message, whose value is read; and the all-reduce of a step's vector,
+which depends on the device type.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from seatrial.train.rank import build
 from seatrial.train.step import train_step
 
 _CPU = torch.device("cpu")
-_TIMEOUT = timedelta(minutes=1)  # no rank is waited for
+_TIMEOUT = timedelta(minutes=1)  # never reached: fake groups do not wait
 # CUDA's caching allocator allocates multiples of this (c10/cuda/CUDACachingAllocator: kMinBlockSize).
 _CUDA_BLOCK_BYTES = 512
 
@@ -58,7 +58,7 @@ class Traced:
 
 
 class _DryMesh(Mesh):
-    """A mesh whose groups do not communicate, of ranks that would really compute on `kind`."""
+    """A mesh of fake groups, whose ranks would compute on device type `kind`."""
 
     kind: str
 
@@ -73,8 +73,8 @@ class _DryMesh(Mesh):
         return super().sum_over_ranks(values)
 
 
-class _Nothing:
-    """Weights whose values are never read."""
+class _NoWeights:
+    """A weight source without values."""
 
     def read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
         return torch.empty(box.sizes, dtype=dtype)
@@ -82,7 +82,7 @@ class _Nothing:
 
 @contextmanager
 def _plain_memory() -> Iterator[None]:
-    """Replace `to_empty` for unsharded parameters: torch swaps them in place, which fake tensors do not allow."""
+    """Replace `to_empty` for unsharded parameters: torch swaps them in place, which fake tensors do not support."""
     whole = Decoder.to_empty
 
     def to_empty(stage: Decoder, *, device: torch.device) -> Decoder:
@@ -104,8 +104,8 @@ def _plain_memory() -> Iterator[None]:
 def _padded_once() -> Iterator[None]:
     """Keep the padding that unevenly divided shards get when they are allocated.
 
-    Before the first step torch checks by address whether they are still the same; fake tensors have no address, so it
-    would allocate a second padded copy of each.
+    Before the first step torch compares addresses to see whether they changed; fake tensors have none, so it would
+    allocate a second padded copy of each.
     """
     again = FSDPParam.reset_sharded_param
     FSDPParam.reset_sharded_param = lambda _: None  # type: ignore[method-assign]
@@ -135,13 +135,13 @@ def fake_world(job: Job, rank: int, kind: str) -> Iterator[Mesh]:
         yield dry
     finally:
         dist.destroy_process_group()
-        sys.excepthook = hook  # each world has prefixed every line of a traceback with its rank
+        sys.excepthook = hook  # init_process_group installs one that prefixes tracebacks with the rank
 
 
 def trace(job: Job, rank: int, kind: str, *, steps: int = 1, edges: tuple[int, int] = (2, 2)) -> Traced:
     """Trace the last of `steps` steps of `rank`, as it would be on `kind` ("cuda" or "cpu").
 
-    On CUDA, memory is what torch's allocator would have allocated at once; CUDA itself, NCCL and cuBLAS take more.
+    On CUDA, memory is what torch's allocator would have allocated; CUDA itself, NCCL and cuBLAS need more.
     `edges`: how many microbatches at the beginning and at the end have labels of their own.
     """
     job = replace(job, file=job.file.model_copy(update={"train": _eager(job)}))
@@ -150,15 +150,15 @@ def trace(job: Job, rank: int, kind: str, *, steps: int = 1, edges: tuple[int, i
         if kind == "cuda":
             modes.enter_context(cuda_kernels())
         with _plain_memory():
-            model, optimizer = build(job, mesh, _Nothing())
+            model, optimizer = build(job, mesh, _NoWeights())
         if model._pipeline is not None:
             _no_first_exchange(model._pipeline._schedule)
         modes.enter_context(_padded_once())
         block = _CUDA_BLOCK_BYTES if kind == "cuda" else 1
-        return watch(job, model, optimizer, round_to=block, steps=steps, edges=edges)
+        return measure_steps(job, model, optimizer, round_to=block, steps=steps, edges=edges)
 
 
-def watch(
+def measure_steps(
     job: Job,
     model: ParallelModel,
     optimizer: ShardedOptimizer,
@@ -182,7 +182,7 @@ def watch(
         gradient_bytes = sum(g.nbytes for g in gradients)
         recorder.add(gradients, GRADIENTS)
 
-    # All steps are recorded: what the first one allocates, such as a pipeline's buffers, is alive in the others.
+    # All steps are recorded: allocations of the first one, such as a pipeline's buffers, live on in the others.
     with Marks(model, optimizer, recorder, before_update, edges), recorder:
         for step in range(steps):
             if step == steps - 1:
@@ -304,15 +304,15 @@ class Marks:
 
 
 def _eager(job: Job) -> Any:
-    # Compilation would run the compiler on fake tensors for minutes, and what it fuses depends on the GPU.
+    # The compiler would run for minutes, and what it fuses depends on the GPU.
     return job.train.model_copy(update={"compile": False})
 
 
 def _no_first_exchange(schedule: Any) -> None:
-    """Skip the first step's exchange of whether neighbours know their shapes. Ours do: see `parallel.pipeline`."""
+    """Skip the first step's messages about whether neighbours know their shapes. Ours do: see `parallel.pipeline`."""
     modes = getattr(pipelining, "InferenceMode", None)
     if modes is None:
-        return  # an older torch, without this exchange
+        return  # an older torch, without these messages
 
     def settle(stages: list[Any], *_: object) -> None:
         for stage in stages:

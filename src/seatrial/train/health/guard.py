@@ -1,7 +1,6 @@
-"""Decides how to handle a step with implausible values: redo it, roll back and replay, skip its samples, or stop.
+"""Decides how to handle a non-finite step or a loss spike: redo it, roll back and replay, skip its samples, or stop.
 
-Pure decisions. Every rank judges the same summed values with the same history, so all ranks decide alike without
-communicating.
+Pure. Every rank has the same summed values and the same history, so all ranks decide alike without communication.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ LEAST = 16  # steps that must be known before a step can be a spike
 
 # Three standard deviations of a normal distribution, in median absolute deviations.
 _ROBUST = 3 * 1.4826
-# Simulated with log-normal norms (sigma 0.3) and a factor of 3: false alarms on 5 steps in 100,000, detection of 94 in
-# 100 norms that are six times as large. A logarithmic scale instead would halve the false alarms but lose a fifth of
-# the six-fold norms; doubling the window changes almost nothing.
-# A spread is at least this fraction of the median: a loss that hardly moves is not spiking at its second digit, and
+# Simulated with log-normal norms (sigma 0.3) and a factor of 3: 5 false alarms in 100,000 steps; 94 % of norms that are
+# six times as large are detected. A logarithmic scale would halve the false alarms but miss a fifth of these; doubling
+# the window changes almost nothing.
+# A spread is at least this fraction of the median: a nearly constant loss must not spike at its second digit, and
 # gradient norms occasionally double without harm.
 _LEAST_SPREAD = {"loss": 0.02, "gradient norm": 1 / 3}
 
@@ -45,7 +44,7 @@ class StepDecision:
 
 
 class Guard:
-    """Decides on each step from its history: recent values, attempts at each step, skipped steps."""
+    """Decides on each step from the history: recent values, attempts at each step, skipped steps."""
 
     def __init__(
         self,
@@ -59,48 +58,50 @@ class Guard:
         self._settings = settings
         self._recent = dict(recent or {})
         self._tries: dict[int, int] = {}
-        self._condemned: dict[int, str] = {}  # to be skipped when reached again
+        self._to_skip: dict[int, str] = {}  # to be skipped when reached again
         self._in_episode = False
 
-    def leaves_out(self, step: int) -> str | None:
-        """Why `step` is to be skipped: decided earlier, or found in the ledger; None where it is not."""
-        return self.skipped.get(step) or self._condemned.get(step)
+    def skip_reason(self, step: int) -> str | None:
+        """Why `step` is to be skipped, as decided earlier or recorded in the ledger; None if it is not."""
+        return self.skipped.get(step) or self._to_skip.get(step)
 
-    def left_out(self, step: int, reason: str) -> None:
-        """Record that `step` was skipped; counts against `max_skipped_steps`, unless it was skipped before."""
-        self._condemned.pop(step, None)
+    def mark_skipped(self, step: int, reason: str) -> None:
+        """Record that `step` was skipped; it counts once against `max_skipped_steps`."""
+        self._to_skip.pop(step, None)
         self.skipped.setdefault(step, reason)
 
     def judge(self, step: int, loss: float, grad_norm: float) -> StepDecision:
-        """Decide what to do after `step` had these values. A non-finite update has not been applied."""
+        """Decide what follows `step` with these values. A non-finite update was not applied."""
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            return self._ladder(step, loss, grad_norm)
+            return self._on_nonfinite(step, loss, grad_norm)
         spike = self._spike(step, loss, grad_norm)
-        verdict = StepDecision("accept")
+        decision = StepDecision("accept")
         if spike is not None:
-            verdict = self._on_spike(step, *spike)
-        if verdict.action == "accept":
+            decision = self._on_spike(step, *spike)
+        if decision.action == "accept":
             self._in_episode = spike is not None
             self._remember(step, loss, grad_norm)
-        return verdict
+        return decision
 
-    def cannot_go_back(self, step: int, loss: float, grad_norm: float, verdict: StepDecision) -> StepDecision:
-        """The decision in place of "back" if there is no state to roll back to."""
-        if verdict.signal == "nonfinite":
-            return self._leave_out(step, verdict.reason)
+    def without_rollback(
+        self, step: int, loss: float, grad_norm: float, decision: StepDecision
+    ) -> StepDecision:
+        """The decision instead of "back" if there is no state to roll back to."""
+        if decision.signal == "nonfinite":
+            return self._skip_step(step, decision.reason)
         # Its update has been applied and cannot be undone.
-        self._condemned.pop(step, None)
+        self._to_skip.pop(step, None)
         self._remember(step, loss, grad_norm)
-        return replace(verdict, action="accept", data={**verdict.data, "action": "warn"})
+        return replace(decision, action="accept", data={**decision.data, "action": "warn"})
 
-    def _ladder(self, step: int, loss: float, grad_norm: float) -> StepDecision:
+    def _on_nonfinite(self, step: int, loss: float, grad_norm: float) -> StepDecision:
         reason = f"the loss is {loss} and the gradient norm {grad_norm} at step {step}"
         tries = self._tries[step] = self._tries.get(step, 0) + 1
         if tries == 1:
             return StepDecision("redo", "nonfinite", reason, {"action": "redo"})
         if tries == 2:
             return StepDecision("back", "nonfinite", reason, {"action": "roll back"})
-        return self._leave_out(step, reason)
+        return self._skip_step(step, reason)
 
     def _on_spike(self, step: int, what: str, value: float, usual: float, spread: float) -> StepDecision:
         reason = f"the {what} of step {step} is {value:.4g}; recent steps had {usual:.4g}, +/- {spread:.2g}"
@@ -113,16 +114,16 @@ class Guard:
         if tries > 1:
             if len(self.skipped) >= self._settings.max_skipped_steps:
                 return StepDecision("fail", "loss_spike", reason, {**data, "action": "stop"})
-            self._condemned[step] = reason
+            self._to_skip[step] = reason
         return StepDecision("back", "loss_spike", reason, {**data, "action": "roll back"})
 
-    def _leave_out(self, step: int, reason: str) -> StepDecision:
+    def _skip_step(self, step: int, reason: str) -> StepDecision:
         if len(self.skipped) >= self._settings.max_skipped_steps:
             return StepDecision("fail", "nonfinite", reason, {"action": "stop"})
         return StepDecision("skip", "nonfinite", reason, {"action": "skip"})
 
     def _spike(self, step: int, loss: float, grad_norm: float) -> tuple[str, float, float, float] | None:
-        """(what, value, median, spread) if one of them lies `spike_factor` spreads above the median."""
+        """(name, value, median, spread) of the first value more than `spike_factor` spreads above its median."""
         before = [self._recent[s] for s in range(step - WINDOW, step) if s in self._recent]
         if len(before) < LEAST:
             return None

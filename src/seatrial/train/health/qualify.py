@@ -1,7 +1,7 @@
-"""Whether a device still computes and stores correctly: `python -m seatrial.train.health.qualify --device cuda`.
+"""Tests a device's arithmetic and memory: `python -m seatrial.train.health.qualify --device cuda`.
 
-Run on a GPU after its reset, before it gets work again. One JSON line on stdout; exit code 0 if all checks pass, else 1.
-All numbers are integers that the floating-point types hold exactly, so that a correct result is equal, not close.
+Run on a GPU after a reset, before it is used again. One JSON line on stdout; exit code 0 if all checks pass, else 1.
+All values are integers that the floating-point types represent exactly, so results are compared bit for bit.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 def check_product(
     device: torch.device, dtype: torch.dtype, *, multiply: Multiply = torch.matmul
 ) -> str | None:
-    """The problem of matrix products in `dtype`, or None. Tests pass a faulty `multiply`.
+    """Check matrix products in `dtype`: the problem, or None. Tests pass a faulty `multiply`.
 
-    C = A B is compared with a reference that multiplies no matrices: C x = A (B x) in float64 on the host (Freivalds,
-    1977). x has no zeros, so one wrong element of C is always detected. Further products must be bit-identical.
+    C = A B is checked by matrix-vector products: C x = A (B x) in float64 on the host (Freivalds, 1977). x has no zeros,
+    so one wrong element of C is always detected. Repeated products must be bit-identical.
     """
     size, inner = _GEMM[device.type]
     seeded = torch.Generator(device="cpu").manual_seed(20)
@@ -59,7 +59,7 @@ def check_product(
 def check_memory(
     device: torch.device, *, disturb: Callable[[torch.Tensor], None] | None = None
 ) -> str | None:
-    """The problem of the memory, or None: patterns are written to many blocks, then all blocks are read back.
+    """Check memory: the problem, or None. Patterns are written to many blocks, then all blocks are read back.
 
     Tests pass a `disturb` that changes a block.
     """
@@ -101,15 +101,15 @@ def qualify(devices: Sequence[torch.device]) -> dict[str, Any]:
             begin = time.perf_counter()
             try:
                 problem = check()
-            except RuntimeError as error:  # raised by CUDA if the device cannot do it at all
+            except RuntimeError as error:  # a CUDA error
                 problem = f"{type(error).__name__}: {error}"
             seconds = round(time.perf_counter() - begin, 3)
             results[f"{device} {name}"] = {"ok": problem is None, "seconds": seconds, "problem": problem}
     return {"ok": all(r["ok"] for r in results.values()), "checks": results}
 
 
-def _too_late(seconds: float) -> None:
-    # On a separate thread: a hung GPU keeps the main thread in a call that no signal interrupts.
+def _on_timeout(seconds: float) -> None:
+    # On a separate thread: a hung GPU blocks the main thread in a call that no signal interrupts.
     _print({"ok": False, "checks": {}, "problem": f"did not end within {seconds:g} s"})
     os._exit(1)
 
@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=1, metavar="N", help="minimum number of devices")
     parser.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS")
     arguments = parser.parse_args(argv)
-    timer = threading.Timer(arguments.timeout, _too_late, [arguments.timeout])
+    timer = threading.Timer(arguments.timeout, _on_timeout, [arguments.timeout])
     timer.daemon = True
     timer.start()
     count = 1 if arguments.device == "cpu" else torch.accelerator.device_count()

@@ -1,4 +1,4 @@
-"""Detection of silent corruption: state that changes between two updates, and replicas that hold different weights.
+"""Detection of silent data corruption: state that changes between two updates, and replicas whose weights differ.
 
 Weights are compared by two 64-bit sums of their bits. Integer sums do not depend on the order of addition, so they are
 equal on every device; one changed bit always changes the first, and the second weights each word by its position.
@@ -25,9 +25,9 @@ _ROW = 4096  # words: positions are weighted by row and by column, without a tem
 
 
 class CorruptState(RunFailed):
-    """The state of this run is damaged in some rank; raised in all ranks.
+    """The state of some rank is corrupt; raised in all ranks.
 
-    What was saved or copied at `last_good_step` or before is not affected.
+    Checkpoints and snapshots of `last_good_step` and before are not affected.
     """
 
     def __init__(self, message: str, *, step: int, last_good_step: int, blamed: Sequence[int]) -> None:
@@ -78,7 +78,7 @@ def _weighted_sum(words: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 class AtRest:
-    """Weights and optimizer state between two updates, when nothing may change them."""
+    """Checksum of weights and optimizer state between two updates, when nothing may change them."""
 
     def __init__(self, model: ParallelModel, optimizer: ShardedOptimizer) -> None:
         self._device = model.mesh.device
@@ -89,19 +89,19 @@ class AtRest:
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Record the sum of the state, which was just updated or loaded."""
+        """Record the checksum of the state, which was just updated or loaded."""
         self._kept = _sum(self._words, self._device)
         self._copied = None
 
     @torch.no_grad()
     def copied(self) -> None:
-        """Record that the state was just copied: if it has already changed, the copy may have changed too."""
+        """Record that the state was just copied: if it has already changed, the copy may be corrupt too."""
         if self._kept is not None:
             self._copied = (_sum(self._words, self._device) != self._kept) * CHANGED_COPIED
 
     @torch.no_grad()
     def changed(self) -> Tensor | None:
-        """A code (step.INTACT, CHANGED_COPIED, CHANGED) on the device, without waiting for it."""
+        """A code (step.INTACT, CHANGED_COPIED, CHANGED) on the device, without a host sync."""
         if self._kept is None:
             return None
         code = (_sum(self._words, self._device) != self._kept) * CHANGED
@@ -110,7 +110,7 @@ class AtRest:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Ranks that should hold the same weights and do not agree."""
+    """Ranks whose weights should be equal and are not."""
 
     blamed: list[int]
     message: str
@@ -118,7 +118,7 @@ class Mismatch:
 
 
 class Replicas:
-    """Compares the weights of the ranks that hold the same part of the model."""
+    """Compares the weights of the ranks that hold the same shard."""
 
     def __init__(self, model: ParallelModel) -> None:
         self._mesh = model.mesh
@@ -133,9 +133,9 @@ class Replicas:
 
     @torch.no_grad()
     def find(self) -> Mismatch | None:
-        """Find weights that disagree. All ranks call it, after the same update, and get the same result."""
+        """Find weights that differ. All ranks call it, after the same update, and get the same result."""
         if not any(self.groups.values()):
-            return None  # nothing is held twice
+            return None  # no weights are replicated
         mesh = self._mesh
         device = mesh.device
         table = torch.zeros(mesh.layout.world_size, len(KINDS), 2, dtype=torch.int64, device=device)
@@ -162,9 +162,9 @@ def groups(layout: Layout, *, tied: bool) -> dict[int, list[list[int]]]:
 def compare(
     groups_of_kind: dict[int, list[list[int]]], sums: Sequence[Sequence[tuple[int, int]]]
 ) -> Mismatch | None:
-    """Blame ranks by `sums`[rank][kind]: where most of a group agree, the others; else the whole group is suspect.
+    """Blame ranks by `sums`[rank][kind]: the minority of a group; without a majority the whole group is suspect.
 
-    One damaged rank disagrees in several groups: the ranks common to them are blamed.
+    A corrupt rank differs in all its groups: the ranks common to them are blamed.
     """
     suspects: list[set[int]] = []
     wrong: list[list[int]] = []
@@ -193,7 +193,7 @@ def compare(
 
 
 class Integrity:
-    """Both checks, and the last steps at which they found nothing. Raises CorruptState in all ranks."""
+    """Both checks, and the last steps that passed them. Raises CorruptState in all ranks."""
 
     def __init__(self, model: ParallelModel, optimizer: ShardedOptimizer) -> None:
         self.at_rest = AtRest(model, optimizer)
@@ -201,13 +201,13 @@ class Integrity:
         self._good = (0, 0)
 
     def begin(self, step: int) -> None:
-        """The state was just loaded, and is the one after `step`."""
+        """Start with the state after `step`, just loaded."""
         self._good = (step, step)
         self.at_rest.keep()
 
     @property
-    def reach(self) -> int:
-        """The last step but one that was verified as good: a copy made at the last one may still be distrusted."""
+    def rollback_bound(self) -> int:
+        """The last verified step but one: a copy made at the last one may still be distrusted."""
         return self._good[0]
 
     def verify(self, step: int) -> None:
@@ -221,7 +221,7 @@ class Integrity:
         """Raise CorruptState if any state changed; `changed`: rank -> code, from the vector of `step`."""
         if not changed:
             return
-        # A copy that was made after the change is as bad as the state.
+        # A copy made after the change is corrupt too.
         good = self._good[CHANGED_COPIED not in changed.values()]
         message = f"weights or optimizer state of {_ranks(sorted(changed))} changed between two updates"
         raise self._corrupt(step, message, sorted(changed), good)

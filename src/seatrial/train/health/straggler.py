@@ -1,7 +1,7 @@
-"""Straggler detection, from the time that each rank spends in work that waits for no other rank. Pure.
+"""Straggler detection from each rank's local compute time. Pure.
 
-In a synchronous step all ranks wait for the slowest, so step times are the same everywhere; only the time in a rank's
-own work distinguishes them.
+In a synchronous step all ranks wait for the slowest, so step times are equal; only compute time without communication
+distinguishes ranks.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from seatrial.job.layout import Layout
 STEPS = 10  # steps in a window
 WINDOWS = 3  # windows in a row that must agree
 _DROPPED = 2  # largest values of a window, ignored: a page read from disk, a step on a busy core
-_LEAST_SHARE = 0.003  # of the step: a smaller loss in the measured work delays no other rank
+_LEAST_SHARE = 0.003  # of the step: a smaller delay in the measured work does not matter
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """`rank` took `seconds` for its own work in a step; the median of its peers is `peers`."""
+    """`rank` computes `seconds` per step; the median of its peers is `peers`."""
 
     rank: int
     seconds: float
@@ -33,7 +33,7 @@ class Straggler:
 
     @property
     def message(self) -> str:
-        return f"rank {self.rank} takes {self.factor:.1f} times as long for its own work as its peers"
+        return f"rank {self.rank} computes {self.factor:.1f} times as long as its peers"
 
     @property
     def data(self) -> dict[str, Any]:
@@ -42,10 +42,10 @@ class Straggler:
 
 
 class StragglerWatch:
-    """Judges window after window. Peers are the ranks of the same pipeline stage: they do the same work."""
+    """Evaluates window after window. Peers are the ranks of the same pipeline stage: they do the same work."""
 
     def __init__(self, layout: Layout, factor: float) -> None:
-        """`factor`: this many times what peers take, in each of several windows in a row, makes a straggler."""
+        """A straggler takes more than `factor` times as long as its peers in `WINDOWS` consecutive windows."""
         self._factor = factor
         stage_of = [layout.coordinates(r).pipeline for r in range(layout.world_size)]
         self._peers = [

@@ -1,7 +1,7 @@
-"""State that outlives a generation: kept in a process for the next one, or sent by a replica that has it.
+"""State that outlives a generation: kept in a process for the next one, or broadcast by a replica.
 
-Only a rank that stopped between two updates may carry its state over. An interrupted update, or one that used the
-result of a failed collective, leaves weights that belong to no step.
+Only a rank that stopped between two updates may carry its state over. An interrupted update, or one with the result of
+a failed collective, leaves inconsistent weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BUCKET_BYTES = 1 << 28  # sent in one broadcast: large enough for speed, small 
 
 @dataclass(frozen=True)
 class Carried:
-    """This rank's tensors, by their snapshot keys. Keeps no process group alive."""
+    """This rank's tensors, by their snapshot keys. References no process group."""
 
     rank: int
     layout: str  # `layout_key`
@@ -32,7 +32,7 @@ class Carried:
 
 
 def carry(model: ParallelModel, optimizer: ShardedOptimizer) -> Carried:
-    """Take the tensors out of a model whose process groups are about to be torn down. Copies only the random state."""
+    """The tensors of a model whose process groups are about to be torn down. Copies only the random state."""
     return Carried(
         model.mesh.rank,
         layout_key(model.mesh.layout.as_dict()),
@@ -43,10 +43,12 @@ def carry(model: ParallelModel, optimizer: ShardedOptimizer) -> Carried:
 
 @torch.no_grad()
 def restore_carried(carried: Carried, model: ParallelModel, optimizer: ShardedOptimizer) -> None:
-    """Copy carried state into a new model of the same rank and layout, bit for bit; ValueError for any other."""
+    """Copy carried state into a new model of the same rank and layout, bit for bit; ValueError for another one."""
     own = (model.mesh.rank, layout_key(model.mesh.layout.as_dict()))
     if own != (carried.rank, carried.layout):
-        raise ValueError(f"rank {own[0]} of {own[1]} cannot take rank {carried.rank} of {carried.layout}")
+        raise ValueError(
+            f"rank {own[0]} of {own[1]} cannot use the state of rank {carried.rank} of {carried.layout}"
+        )
     pieces = {piece.key: piece.tensor for piece in state.lasting_pieces(model, optimizer)}
     if {k: t.shape for k, t in pieces.items()} != {k: t.shape for k, t in carried.lasting.items()}:
         raise ValueError("the new model has other tensors than the carried state")
@@ -57,25 +59,25 @@ def restore_carried(carried: Carried, model: ParallelModel, optimizer: ShardedOp
 
 
 @torch.no_grad()
-def share_state(
+def broadcast_state(
     model: ParallelModel, optimizer: ShardedOptimizer, group: dist.ProcessGroup, source: int
 ) -> None:
-    """Broadcast the state of group rank `source` to all ranks of `group`, replicas of each other; all of them call it.
+    """Broadcast the state of group rank `source` to all ranks of `group`, its replicas; all of them call it.
 
-    `group` is `mesh.replicate`: its ranks hold the same boxes. Afterwards weights, moments and the update count are
-    bit-identical. The random state is not sent: it is each rank's own, and a rank that lost it restarts from its
-    seed (`train.seed` + rank). Nothing that training computes draws from it.
+    `group` is `mesh.replicate`: its ranks have the same boxes. Afterwards weights, moments and the update count are
+    bit-identical. The random state is not sent: it differs between ranks, and a rank that lost it restarts from its
+    seed (`train.seed` + rank). Training does not draw from it.
     """
     # Sorted by key: replicas may have built their lists in another order.
     pieces = sorted(state.lasting_pieces(model, optimizer), key=lambda p: (str(p.tensor.dtype), p.key))
-    gives = dist.get_rank(group) == source
+    sends = dist.get_rank(group) == source
     for bucket in _buckets([piece.tensor for piece in pieces]):
-        if gives:
+        if sends:
             flat = torch.cat([values.reshape(-1) for values in bucket])
         else:
             flat = torch.empty(sum(v.numel() for v in bucket), dtype=bucket[0].dtype, device=bucket[0].device)
         dist.broadcast(flat, group=group, group_src=source)
-        if not gives:
+        if not sends:
             for values, part in zip(bucket, flat.split([v.numel() for v in bucket]), strict=True):
                 values.copy_(part.view_as(values))
     optimizer.set_step(int(state.updates(optimizer)))

@@ -1,4 +1,4 @@
-"""Resuming from a checkpoint: the newest that all ranks could read, each byte of it as it was written."""
+"""Resuming from a checkpoint: the newest that all ranks can read undamaged."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Resume:
     """One start's search of the checkpoints, newest first; all ranks make the same calls and get the same results."""
 
     def __init__(self, job: Job, folder: RunFolder, records: Records, mesh: Mesh) -> None:
-        """Remove partial files of dead saves. Raises OSError or StorageError if the checkpoints cannot be listed."""
+        """Remove partial files of crashed saves. Raises OSError or StorageError if the checkpoints cannot be listed."""
         self._job, self._folder, self._records, self._mesh = job, folder, records, mesh
         self._places = Places(job, folder)
         self._step = self._place = 0
@@ -39,10 +39,10 @@ class Resume:
 
     @property
     def step(self) -> int:
-        """Step of the newest checkpoint that is left; 0 where there is none."""
+        """Step of the newest usable checkpoint, 0 if there is none."""
         return self._step
 
-    def look(self) -> int:
+    def find_newest(self) -> int:
         """Find the newest usable checkpoint; its step, or 0."""
         places = self._places
         found = [
@@ -55,7 +55,7 @@ class Resume:
         return self._step
 
     def refuse_fresh_start(self) -> None:
-        """Raise RunFailed if the run has saved something: starting over is the user's decision."""
+        """Raise RunFailed if the run has saved a checkpoint: starting over is the user's decision."""
         saved = self._share(last_saved(self._folder) if self._mesh.rank == 0 else 0)
         if saved:
             where = " and ".join(self._places.urls)
@@ -65,9 +65,9 @@ class Resume:
             )
 
     def fill(self, fill: Fill) -> Progress | None:
-        """Have every rank read its share of the checkpoint that `look` found. None if a rank found damage.
+        """Every rank reads its share of the checkpoint that `find_newest` found. None if a rank found damage.
 
-        That rank records the damage; the checkpoint is quarantined, and the next `look` finds the one before it.
+        That rank records the damage; the checkpoint is quarantined, and the next `find_newest` finds an older one.
         """
         name = self._places.name_of(self._place, self._step)
         problem, progress = None, None

@@ -1,7 +1,7 @@
 """The state of a rank when a dump is requested: its collectives, from torch's flight recorder, and its stacks.
 
 Measured on torch 2.13 with gloo: an operation's `state` stays "scheduled" forever, but `retired` shows that it has
-ended; send and receive are not recorded at all, so the peer that a pipeline stage waits for is read from its stack.
+finished; sends and receives are not recorded, so the peer that a pipeline stage waits for is read from its stack.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from seatrial.parallel import blocked, collectives
 
 _TORCH = str(Path(torch.__file__).parent)
 _DISTRIBUTED = f"{_TORCH}/distributed/"
-# Where a rank also waits for others without a recorded collective: a store, a rendezvous, creation of a group.
-_MEETING = (f"{_DISTRIBUTED}distributed_c10d.py", f"{_DISTRIBUTED}rendezvous.py")
+# Waits for other ranks without a recorded collective: a store, a rendezvous, creation of a group.
+_RENDEZVOUS = (f"{_DISTRIBUTED}distributed_c10d.py", f"{_DISTRIBUTED}rendezvous.py")
 _PIPELINING = f"{_DISTRIBUTED}pipelining/"
 # Torch's own code in which the main thread waits: for the device, or for a collective in compiled code.
 _DEVICE = (
@@ -36,7 +36,7 @@ _DEVICE = (
     f"{_TORCH}/_inductor/",
     "torchinductor",
 )
-# Where our code waits for a collective that it launched earlier.
+# Our own wait for a collective in flight.
 _WAIT = (collectives.__file__, collectives.wait.__name__)
 _P2P = {"send", "recv", "isend", "irecv", "batch_isend_irecv", "_batch_p2p", "_wait_batch_p2p"}
 _P2P_NAME = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
@@ -49,7 +49,7 @@ _RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 
 
 def describe(main_thread: int, since_ns: int) -> dict[str, Any]:
-    """The answer to a dump: plain values of bounded size. Entries older than `since_ns` (unix time) are stale."""
+    """The answer to a dump request: plain values of bounded size. Entries before `since_ns` (unix time) are ignored."""
     groups = group_states(_entries(since_ns), _members(), time.time_ns())
     frames = sys._current_frames()
     waiting = any(g["pending"] or g["p2p"] for g in groups)
@@ -84,7 +84,7 @@ def _members() -> dict[str, list[int]]:
 def group_states(
     entries: list[dict[str, Any]], members: dict[str, list[int]], now_ns: int
 ) -> list[dict[str, Any]]:
-    """This rank's progress in each group: the last collective entered, and the operations that have not ended."""
+    """This rank's progress in each group: the last collective entered, and the unfinished operations."""
     states: dict[str, dict[str, Any]] = {}
     for entry in sorted(entries, key=lambda e: e["time_created_ns"]):
         name = entry["process_group"][0]
@@ -133,7 +133,7 @@ def position(frames: dict[int, FrameType], main_thread: int, *, waiting: bool) -
     kind, peers = "python", None
     if function in _P2P and file.startswith(_DISTRIBUTED):
         kind, peers = "communication", _peers(frame)
-    elif file in _MEETING or (waiting and _may_wait(frame)):
+    elif file in _RENDEZVOUS or (waiting and _may_wait(frame)):
         kind = "communication"
     elif any(part in file for part in _DEVICE):
         # A backward pass on a device runs in its own thread, and the main thread only waits for it.
@@ -143,14 +143,14 @@ def position(frames: dict[int, FrameType], main_thread: int, *, waiting: bool) -
 
 
 def _inside(frame: FrameType) -> FrameType:
-    """The frame that called torch: around it is the one that measures how long that takes."""
+    """The frame that called torch, without the timing wrapper of `parallel.blocked`."""
     while frame.f_code.co_filename == blocked.__file__ and frame.f_back is not None:
         frame = frame.f_back
     return frame
 
 
 def _may_wait(frame: FrameType) -> bool:
-    """Whether `frame` is a place where collectives are waited for."""
+    """Whether `frame` may be waiting for a collective."""
     code = frame.f_code
     return code.co_filename.startswith(_DISTRIBUTED) or (code.co_filename, code.co_name) == _WAIT
 
@@ -169,7 +169,7 @@ def _place(frame: FrameType) -> str:
 def _peers(frame: FrameType) -> list[int] | None:
     """Global ranks that the send or receive in `frame` may be with; None if that cannot be determined.
 
-    Too many do no harm: the rank that blocks all others waits for none itself, so extra ranks lead to no wrong blame.
+    Too many are harmless: the rank that blocks all others waits for none itself, so none of the others is blamed.
     """
     found: set[int] = set()
     for inner in _outward(frame):

@@ -31,19 +31,19 @@ class RankForkServer:
         self.channel = channel
         self.mark = mark
         self.ranks: dict[int, int] = {}  # pid -> rank
-        self.server = ForkServer(channel, self._obey, self._reaped)
+        self.server = ForkServer(channel, self._handle, self._reaped)
 
     def serve(self) -> None:
-        """Serve until the agent has exited; then kill every process of this node."""
+        """Serve until the agent exits; then kill every process of this node."""
         self._send(msg.ForkServerReady())
         while self.server.wait():
             pass
-        # A healthy agent kills its fork server itself. So the agent has died, and this process cleans up in its place.
+        # A healthy agent kills its fork server. So the agent has died, and this process cleans up.
         for pid in self.ranks:
             process.signal_group(pid, signal.SIGKILL)
         process.kill_all(lambda: process.descendants(os.getpid()) | process.marked(self.mark))
 
-    def _obey(self, values: dict[str, Any]) -> None:
+    def _handle(self, values: dict[str, Any]) -> None:
         order: msg.ToForkServer = msg.decode(values, msg.ToForkServer)
         match order:
             case msg.Ping():
@@ -60,7 +60,7 @@ class RankForkServer:
             if order.cpus:
                 try:
                     os.sched_setaffinity(0, order.cpus)
-                except OSError as error:  # these CPUs have been taken from this node since
+                except OSError as error:  # these CPUs were removed from this node's cpuset since
                     complain(f"could not bind this rank to its GPU's CPUs: {error}")
             sys.argv = [self.worker.__name__, *order.argv]
             code = self.worker.main(order.argv)

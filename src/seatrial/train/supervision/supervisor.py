@@ -1,4 +1,4 @@
-"""The interfaces that the training loop needs from its rank's supervisor. Without one it trains unsupervised."""
+"""The training loop's interfaces to its rank's supervisor. Without one it trains unsupervised."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from seatrial.record.messages import Leaving
 class Supervisor(Protocol):
     """Receives a heartbeat for every step and requests early exits. No method blocks."""
 
-    def wants(self) -> Leaving | None:
-        """The request to this rank for the end of the step that starts now."""
+    def leave_request(self) -> Leaving | None:
+        """The request to leave at the end of the step that starts now, if any."""
         ...
 
     def beat(self, step: int, seconds: float, first: bool) -> None:
@@ -30,16 +30,16 @@ class Supervisor(Protocol):
         ...
 
 
-class Doubts(Protocol):
-    """Something that may find later that a state was bad."""
+class RollbackBound(Protocol):
+    """A check or store that limits how far back the run may still go."""
 
     @property
-    def reach(self) -> int | None:
+    def rollback_bound(self) -> int | None:
         """The earliest step the run may yet roll back to, or distrust everything after; None: it cannot go back."""
         ...
 
 
-class Snapshots(Doubts, Protocol):
+class Snapshots(RollbackBound, Protocol):
     """Copies of this rank's state in memory."""
 
     @property
@@ -52,13 +52,13 @@ class Snapshots(Doubts, Protocol):
         ...
 
     def take(self, step: int) -> bool:
-        """Copy the state, which is the one after `step`; the tensors may change as soon as this returns.
+        """Copy the state, the one after `step`; the tensors may change as soon as this returns.
 
-        False where nothing was copied.
+        False if nothing was copied.
         """
         ...
 
 
-# Rolls back to the newest state that every rank holds in memory: restores weights, optimizer and its step count, and
-# returns the step, or None where there is none. All ranks call it, at the same step, and get the same result.
+# Rolls back to the newest snapshot that every rank has: restores weights, optimizer and its step count, and returns the
+# step, or None if there is none. All ranks call it, at the same step, and get the same result.
 Rollback = Callable[[], int | None]

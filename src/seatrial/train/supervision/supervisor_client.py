@@ -1,7 +1,7 @@
 """A rank's supervisor client: its connection to the node's agent, with a thread that serves it.
 
-The main thread trains and may block in a collective forever; the client's thread keeps receiving. It reports to the
-agent what the rank is doing, breaks it out of collectives whose peers are lost, and ends the process if the agent dies.
+The main thread trains and may block in a collective forever; the client's thread keeps receiving. It answers the
+agent's dump requests, interrupts collectives whose peers are lost, and ends the process if the agent dies.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from seatrial.train.supervision.peers import break_connections, release_connecti
 NAME = "SEATRIAL_SUPERVISOR"
 TOKEN = "SEATRIAL_SUPERVISOR_TOKEN"
 
-# Until the main thread has left an abandoned generation, its connections are broken repeatedly: it may have been about
-# to open one.
+# Until the main thread has left an abandoned generation, its connections are shut down repeatedly: it may be opening
+# new ones.
 _BREAK_AGAIN_MS = 100
 
 
@@ -39,7 +39,7 @@ class SupervisorClient:
     """The rank's side of the connection to its agent. All methods are for the main thread."""
 
     def __init__(self, channel: Channel, token: str) -> None:
-        """Starts a thread: construct it after the last fork of this process. `token` proves whose rank this is."""
+        """Starts a thread: construct it after the last fork of this process. `token` authenticates this rank."""
         self._channel = channel
         self._changed = threading.Condition()
         # Everything below is guarded by `_changed`.
@@ -51,11 +51,11 @@ class SupervisorClient:
         self._dismissed = False  # ordered to exit
         self._gone = False  # dismissed, and the agent has closed the connection
         self._recorded = 0  # events sent
-        # How many of them the agent last confirmed, and the errno if they could not be written to disk.
+        # How many of them the agent confirmed last, and the errno if they could not be written to disk.
         self._settled: tuple[int, int | None] = (0, None)
         self._since_ns = time.time_ns()
         self._main = threading.main_thread().ident or 0
-        self.tell(msg.RankHello(os.getpid(), token))
+        self.send(msg.RankHello(os.getpid(), token))
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
         self._thread.start()
 
@@ -72,7 +72,7 @@ class SupervisorClient:
             channel = Channel.connect(name)
         except OSError as error:
             raise RunFailed(f"the agent of this node has exited: {error}") from error
-        # Not of all threads: without the GIL the others may be running, and reading their stacks has crashed ranks.
+        # Not all threads: without the GIL others may be running, and reading their stacks has crashed ranks.
         faulthandler.register(signal.SIGUSR2, file=2, all_threads=False)
         return cls(channel, os.environ[TOKEN])
 
@@ -82,19 +82,19 @@ class SupervisorClient:
 
     # -- sending
 
-    def tell(self, message: msg.FromRank) -> None:
+    def send(self, message: msg.FromRank) -> None:
         """Send the agent a message. If the agent has exited, this process ends anyway."""
         self._channel.send(msg.encode(message))
 
     def record(self, event: Event) -> None:
-        """Have `event` written into the run's events.jsonl, whatever happens to this process afterwards."""
+        """Have `event` written to the run's events.jsonl, even if this process exits right afterwards."""
         self._recorded += 1
-        self.tell(msg.RankRecord(**plain(vars(event))))
+        self.send(msg.RankRecord(**plain(vars(event))))
 
     def settle(self) -> None:
         """Wait until every recorded event is on disk. OSError if that fails, or if the generation is abandoned."""
         if self._settled[0] != self._recorded:
-            self.tell(msg.RankSettle(os.getpid(), self._recorded))
+            self.send(msg.RankSettle(os.getpid(), self._recorded))
         with self._changed:
             while self._settled[0] != self._recorded:
                 if self.abandoned or self._gone:
@@ -106,26 +106,26 @@ class SupervisorClient:
     def beat(self, step: int, seconds: float, first: bool) -> None:
         """Send a heartbeat: `step` is done and took `seconds`; `first`: it is the first of this generation."""
         self._step = step
-        self.tell(msg.RankBeat(self._current, step, seconds, first))
+        self.send(msg.RankBeat(self._current, step, seconds, first))
 
     def validating(self, step: int, batch: int) -> None:
         """Send a heartbeat: `batch`, from 1, of the validation after `step` begins."""
         self._step = step
-        self.tell(msg.RankValidating(self._current, batch))
+        self.send(msg.RankValidating(self._current, batch))
 
     def finding(
         self, signal: str, step: int, message: str, data: dict[str, Any], blamed: Sequence[int]
     ) -> None:
         """Report that something is wrong with `step`; `blamed` are the ranks that the evidence points to."""
-        self.tell(msg.Finding(self._current, signal, step, message, data, list(blamed)))
+        self.send(msg.Finding(self._current, signal, step, message, data, list(blamed)))
 
     def parked(self, step: int, message: str) -> None:
         """Report that this rank lost its peers after `step`, left them, and keeps its state for the next generation."""
-        self.tell(msg.Parked(self._leave(), step, message))
+        self.send(msg.Parked(self._leave(), step, message))
 
     def finished(self, how: Ending, step: int) -> None:
         """Report that this rank left its generation normally after `step`."""
-        self.tell(msg.Finished(self._leave(), how, step))
+        self.send(msg.Finished(self._leave(), how, step))
 
     @property
     def _current(self) -> int:
@@ -139,14 +139,14 @@ class SupervisorClient:
 
     # -- receiving
 
-    def wants(self) -> Leaving | None:
-        """The request to this rank for the end of the step that starts now. Never blocks."""
-        asked = self._yield
-        return asked[1] if asked is not None and asked[0] == self._generation else None
+    def leave_request(self) -> Leaving | None:
+        """The request to leave at the end of the step that starts now, if any. Never blocks."""
+        request = self._yield
+        return request[1] if request is not None and request[0] == self._generation else None
 
     @property
     def abandoned(self) -> bool:
-        """Whether the generation that the main thread works on is abandoned."""
+        """Whether the main thread's current generation is abandoned."""
         return self._generation is not None and self._generation <= self._abandoned
 
     def next_order(self) -> msg.RankSpec | msg.Exit | None:
@@ -169,7 +169,7 @@ class SupervisorClient:
                     release_connections()  # every rank of the generation before has left it
                     return order
                 message = "the generation was abandoned before it began"
-                self.tell(msg.Parked(order.generation, self._step, message))
+                self.send(msg.Parked(order.generation, self._step, message))
 
     # -- the thread
 
@@ -186,20 +186,20 @@ class SupervisorClient:
         while not self._channel.closed:
             waiting.poll(_BREAK_AGAIN_MS if self.abandoned else None)
             for values in self._channel.receive():
-                self._take(msg.decode(values, msg.ToRank))
-            with self._changed:  # so that no connection of the next generation is broken
+                self._handle(msg.decode(values, msg.ToRank))
+            with self._changed:  # so that no connection of the next generation is shut down
                 if self.abandoned:
                     break_connections()
         if not self._dismissed:
-            # Nothing could stop this process any more, nor receive its reports. Cleaning up could block forever.
+            # Without its agent nothing can stop this process or receive its reports. Cleaning up could block forever.
             os._exit(1)
         with self._changed:
             self._gone = True
             self._changed.notify_all()
 
-    def _take(self, message: msg.ToRank) -> None:
+    def _handle(self, message: msg.ToRank) -> None:
         if isinstance(message, msg.AskDump):
-            self.tell(self._describe(message.id))
+            self.send(self._describe(message.id))
             return
         with self._changed:
             match message:
@@ -220,5 +220,5 @@ class SupervisorClient:
         answer = msg.Dump(number, self._generation, self._step, time.time(), flight=[])
         try:
             return replace(answer, **flight.describe(self._main, self._since_ns))
-        except Exception as error:  # noqa: BLE001  an answer without the recorder still proves that this rank lives
+        except Exception as error:  # noqa: BLE001  an answer without the recorder still shows that this rank is alive
             return replace(answer, error=f"{type(error).__name__}: {error}")

@@ -17,7 +17,7 @@ from seatrial.model.decoder import Decoder
 from seatrial.parallel import collectives, overlap
 from seatrial.parallel.tensor import apply_tensor_parallel
 from seatrial.train import meter
-from seatrial.train.meter import OwnTime
+from seatrial.train.meter import ComputeTimer
 
 ARCH = Architecture(
     family="qwen2", vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
@@ -35,7 +35,9 @@ def group() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("in_parts", [False, True])
-def test_waiting_does_not_count(in_parts: bool, group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_communication_is_not_compute_time(
+    in_parts: bool, group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = 0.0
 
     def taking(seconds: float, whole: Any) -> Any:
@@ -60,14 +62,14 @@ def test_waiting_does_not_count(in_parts: bool, group: Any, monkeypatch: pytest.
     model.to_empty(device="cpu")
     for parameter in model.parameters():
         nn.init.constant_(parameter, 0.1)
-    watched = OwnTime(torch.device("cpu"))
+    watched = ComputeTimer(torch.device("cpu"))
     before = model.blocks[0].mlp.project
     watched.watch(SimpleNamespace(stages=[model], settings=SimpleNamespace(compile=False)))  # type: ignore[arg-type]
     model(torch.zeros(2, 8, dtype=torch.int64)).sum().backward()
     assert now > 10 * WAIT_S, "nothing was waited for"
-    assert watched.take() == 3 * WORK_S  # two rotations, one silu
+    assert watched.read() == 3 * WORK_S  # two rotations, one silu
 
     watched.unwatch()
     assert model.blocks[0].mlp.project == before
     model(torch.zeros(2, 8, dtype=torch.int64))
-    assert watched.take() == 0
+    assert watched.read() == 0

@@ -22,12 +22,12 @@ def integrity(monkeypatch: pytest.MonkeyPatch) -> Integrity:
     return Integrity(None, None)  # type: ignore[arg-type]
 
 
-def test_corruption_is_never_told_of_a_step_before_the_reach(integrity: Integrity) -> None:
+def test_last_good_step_is_not_before_the_rollback_bound(integrity: Integrity) -> None:
     integrity.begin(4)
-    assert integrity.reach == 4
+    assert integrity.rollback_bound == 4
     for step in (10, 20):
         integrity.verify(step)
-    assert integrity.reach == 10, "what was copied at 20 may have been copied after the change"
+    assert integrity.rollback_bound == 10, "what was copied at 20 may have been copied after the change"
     with pytest.raises(CorruptState) as found:
         integrity.judge(21, {0: CHANGED_COPIED})
     assert found.value.last_good_step == 10
@@ -36,10 +36,10 @@ def test_corruption_is_never_told_of_a_step_before_the_reach(integrity: Integrit
 @pytest.mark.parametrize(
     ("held", "reach"), [([None, None], None), ([(1, 10), None], 10), ([(2, 20), (1, 15)], 15)]
 )
-def test_a_rollback_goes_to_a_snapshot_that_is_held(held: list[Any], reach: int | None) -> None:
+def test_rollback_bound_is_the_older_snapshot(held: list[Any], reach: int | None) -> None:
     snapshots = Snapshots.__new__(Snapshots)
     snapshots._held = held
-    assert snapshots.reach == reach
+    assert snapshots.rollback_bound == reach
 
 
 def test_rollback_leaves_a_checkpoint_on_disk_with_keep_1(
@@ -54,7 +54,7 @@ def test_rollback_leaves_a_checkpoint_on_disk_with_keep_1(
 
     def after(step: int, why: str) -> None:
         for outcome in run.loop._saver._writer.wait_removed(20.0):
-            run.loop._saver._take(outcome)
+            run.loop._saver._on_outcome(outcome)
         distrust(step, why)
         left.extend(s for p in named(run.folder.checkpoints) if (s := step_of(p)) is not None)
 
