@@ -2,8 +2,8 @@
 
     python dryrun_ranks.py CASES.json OUT_FOLDER
 
-A case is {"name", "layout", "tied", "precision", ...}. OUT_FOLDER gets NAME.RANK.pt of each real rank, and NAME.dry.json
-with the traces of all of them. What a real rank sent is told twice: by the recorder that the dry run uses too, and by
+A case is {"name", "layout", "tied", "precision", "only_dry", ...}. OUT_FOLDER gets NAME.RANK.pt of each real rank, and
+NAME.dry.json with the traces of all of them. What a real rank sent is told twice: by the recorder that the dry run uses too, and by
 others: torch's flight recorder, inside the process groups, and for messages between stages by the calls themselves.
 """
 
@@ -169,7 +169,7 @@ def main() -> int:
     out = Path(sys.argv[2])
     failed = []
     for case in json.loads(Path(sys.argv[1]).read_text()):
-        ran = parity_ranks.run_case(case, out, real)
+        ran = case["only_dry"] or parity_ranks.run_case(case, out, real)
         pid = os.fork()
         if pid == 0:
             code = 1

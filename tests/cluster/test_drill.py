@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from conftest import ONE_NODE
 from seatrial.job.huggingface import config_from_architecture
 from seatrial.job.loading import load_job
 from seatrial.model.decoder import whole_shapes
@@ -42,6 +43,13 @@ def processes(mark: str) -> set[int]:
         except OSError:
             continue
     return found
+
+
+@pytest.fixture
+def folder(folder: Path) -> Path:
+    """On one node: no scenario here is about nodes, and each imports torch once."""
+    (folder / "job.toml").write_text(ONE_NODE)
+    return folder
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ put together from all ranks' boxes and compared one by one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,7 @@ def _cases() -> list[dict[str, Any]]:
     full = LAYOUTS["tp2-pp2-fsdp2"]
     cases += [
         {"name": "one-qwen3", "layout": {}, "tied": True, "family": "qwen3"},
+        {"name": "tp2-qwen3", "layout": LAYOUTS["tp2"], "tied": True, "family": "qwen3"},
         {"name": "tp2-pp2-fsdp2-qwen3", "layout": full, "tied": True, "family": "qwen3"},
         *({"name": f"{n}-momentum", "layout": layout, **MOMENTUM} for n, layout in WITH_MOMENTUM.items()),
         {"name": "one-recompute", "layout": {}, "tied": False, "activation_checkpointing": "full"},
@@ -100,7 +101,6 @@ def _cases() -> list[dict[str, Any]]:
         },
         {"name": "one-bf16", "layout": {}, "tied": True, "precision": "bf16"},
         {"name": "tp2-pp2-fsdp2-bf16", "layout": full, "tied": True, "precision": "bf16"},
-        # Compiled, with tensor parallel, the embedding's gradient was once zero in torch's own combination.
         {
             "name": "tp2-fsdp2-compiled",
             "layout": LAYOUTS["tp2-fsdp2"],
@@ -176,9 +176,10 @@ def _document_cases() -> list[dict[str, Any]]:
         },
         {"name": "one-bf16-documents", "layout": {}, "precision": "bf16", **with_documents},
         {"name": "bf16-documents", "layout": full, "precision": "bf16", **with_documents},
+        # Compiled, with tensor parallel, the embedding's gradient was once zero in torch's own combination.
         {
             "name": "compiled-documents",
-            "layout": LAYOUTS["tp2"],
+            "layout": LAYOUTS["tp2-fsdp2"],
             "compile": True,
             **with_documents,
         },
@@ -257,7 +258,7 @@ def _differences(ran: Ran, reference: Ran) -> tuple[float, float]:
 
 FP32 = [f"{n}-{end}" for n in [*LAYOUTS, "pp2-zero-bubble-fsdp2"] for end in ("untied", "tied")]
 FP32 += [f"{n}-untied" for n in UNTIED_ONLY]
-FP32 += ["tp2-pp2-fsdp2-qwen3", "one-recompute", "tp2-pp2-fsdp2-recompute", "tp2-fsdp2-compiled"]
+FP32 += ["tp2-qwen3", "tp2-pp2-fsdp2-qwen3", "one-recompute", "tp2-pp2-fsdp2-recompute", "tp2-fsdp2-compiled"]
 FP32 += [f"{n}-momentum" for n in WITH_MOMENTUM if n != "one"]
 FP32 += [*(f"{n}-sharded-untied" for n in SHARDED), "tp2-fsdp2-sharded-compiled"]
 FP32 += [f"{n}-documents" for n in [*WITH_DOCUMENTS, "pp2-zero-bubble-fsdp2", "recompute", "compiled"]]
@@ -268,19 +269,22 @@ FP32 += [f"{n}-documents" for n in [*WITH_DOCUMENTS, "pp2-zero-bubble-fsdp2", "r
 _LONG = {
     *(
         f"{n}-{end}"
-        for n in ("tp2-fsdp2", "pp2-fsdp2", "tp2-pp2", "pp2-interleaved")
+        for n in ("tp2-fsdp2", "pp2-fsdp2", "tp2-pp2", "pp2-interleaved", "tp2-pp2-fsdp2-interleaved")
         for end in ("untied", "tied")
     ),
     *(f"{n}-tied" for n in ("tp2", "fsdp2", "replicate2-fsdp2", "pp2-zero-bubble")),
-    *(
-        f"{n}-untied"
-        for n in ("pp2", "pp4", "tp2-pp2-fsdp2-interleaved", "pp2-zero-bubble-fsdp2", "replicate2")
-    ),
-    "tp2-pp2-fsdp2-momentum",
+    *(f"{n}-untied" for n in ("pp2", "pp4", "pp2-zero-bubble-fsdp2", "replicate2")),
+    *(f"tp2-pp2-fsdp2-{n}" for n in ("momentum", "qwen3", "recompute", "bf16", "documents")),
     *(f"{n}-sharded-untied" for n in SHARDED if n not in ("fsdp2", "pp2-replicate2-fsdp2")),
-    "tp2-fsdp2-sharded-compiled",
+    *("tp2-fsdp2-compiled", "tp2-fsdp2-sharded-compiled"),
     *(f"{n}-documents" for n in ("tp2", "pp2", "fsdp2", "pp2-gpipe", "pp4", "pp2-zero-bubble")),
 }
+
+
+def _each(names: Iterable[str]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(
+        "name", [pytest.param(n, marks=pytest.mark.long if n in _LONG else ()) for n in names]
+    )
 
 
 def _peer(name: str) -> str:
@@ -289,9 +293,7 @@ def _peer(name: str) -> str:
     return f"one-{name.rpartition('-')[2]}"
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.long if n in _LONG else ()) for n in FP32]
-)
+@_each(FP32)
 def test_a_layout_trains_as_one_process(name: str, runs: dict[str, Ran]) -> None:
     peer = runs[_peer(name)]
     loss, norm = _differences(runs[name], peer)
@@ -331,11 +333,11 @@ def test_recomputing_activations_changes_no_bit(runs: dict[str, Ran]) -> None:
     assert runs["one-recompute"].ranks[0]["history"] == runs["one-untied"].ranks[0]["history"]
 
 
-def test_bf16_is_the_same_training_in_another_layout(runs: dict[str, Ran]) -> None:
-    for name in ("tp2-pp2-fsdp2-bf16", "pp2-fsdp2-sharded-bf16"):
-        loss, norm = _differences(runs[name], runs["one-bf16"])
-        assert loss < 0.02
-        assert norm < 0.03
+@_each(["tp2-pp2-fsdp2-bf16", "pp2-fsdp2-sharded-bf16"])
+def test_bf16_is_the_same_training_in_another_layout(name: str, runs: dict[str, Ran]) -> None:
+    loss, norm = _differences(runs[name], runs["one-bf16"])
+    assert loss < 0.02
+    assert norm < 0.03
     loss, _ = _differences(runs["one-bf16"], runs["one-tied"])
     assert 0 < loss < 0.05, "bf16 is close to fp32, and not the same"
 

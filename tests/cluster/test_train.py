@@ -32,9 +32,17 @@ def run_of(folder: Path) -> Path:
     return folder / "runs" / "small"
 
 
-def losses(folder: Path) -> dict[int, tuple[float, float]]:
-    """Step -> (loss, gradient norm), the last record of each step."""
-    return {m["step"]: (m["loss"], m["grad_norm"]) for m in records(run_of(folder) / "metrics.jsonl")}
+def losses(folder: Path, torn: bool = False) -> dict[int, tuple[float, float]]:
+    """Step -> (loss, gradient norm), the last record of each step; of a torn file, of those that can be read."""
+    found: dict[int, tuple[float, float]] = {}
+    for line in (run_of(folder) / "metrics.jsonl").read_bytes().splitlines():
+        try:
+            record: dict[str, Any] = json.loads(line)
+        except ValueError:
+            assert torn, line
+            continue
+        found[record["step"]] = (record["loss"], record["grad_norm"])
+    return found
 
 
 def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
@@ -46,8 +54,8 @@ def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return found
 
 
-def assert_same_run(a: Path, b: Path, steps: int = 12) -> None:
-    assert losses(a) == losses(b)
+def assert_same_run(a: Path, b: Path, steps: int = 12, torn: bool = False) -> None:
+    assert losses(a, torn) == losses(b)
     ours, theirs = weights(a, steps), weights(b, steps)
     assert ours.keys() == theirs.keys()
     assert len(ours) > 50
@@ -69,9 +77,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str, str
 
 @pytest.fixture(scope="module")
 def killed_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of which everything was killed after its second checkpoint, half-way at the latest unless writing is slow."""
+    """A run on one node of which everything was killed after its second checkpoint, half-way at the latest unless writing is slow."""
     folder = tmp_path_factory.mktemp("killed")
-    (folder / "job.toml").write_text(JOB)
+    (folder / "job.toml").write_text(ONE_NODE)
     write_corpus(folder)
     run = Run(folder, "--set", "checkpoint.every_steps=2")
     run.wait_line("  checkpoint of step ")
@@ -90,11 +98,16 @@ def killed(killed_run: Path, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def short_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of the first 4 steps, ended in order."""
+    """A run of the first 4 steps, ended in order though its console was closed."""
     folder = tmp_path_factory.mktemp("short")
     (folder / "job.toml").write_text(ONE_NODE)
     write_corpus(folder)
-    assert Run(folder, "--set", "train.steps=4").wait()[0] == 0
+    run = Run(folder, "--set", "train.steps=4", "--set", "checkpoint.every_steps=2")
+    run.wait_line("small")
+    assert run.process.stderr is not None
+    run.process.stderr.close()
+    run.process.stderr = None
+    assert run.wait()[0] == 0
     return folder
 
 
@@ -274,9 +287,14 @@ class TestKilled:
         assert "steps 1-3 (24 samples)" in seatrial(one_node, "watch", "small", "--once").stdout
         assert "steps 1-3 (24 samples)" in seatrial(one_node, "verify", "small", "--ledger").stdout
 
-    def test_an_interrupt_is_not_a_failure(self, one_node: Path, start: Start) -> None:
+    def test_a_second_start_is_refused_and_an_interrupt_is_not_a_failure(
+        self, one_node: Path, start: Start
+    ) -> None:
         run = start("--set", "train.steps=100000")
         run.wait_line("step      2/")
+        done = seatrial(one_node, "train", "job.toml", "--set", "train.steps=100000")
+        assert done.returncode == 1
+        assert f"process {run.process.pid}" in done.stderr
         run.process.send_signal(signal.SIGINT)
         code, _, _err = run.wait()
         assert code == 130
@@ -384,10 +402,15 @@ class TestResume:
             assert loss == pytest.approx(theirs[step][0], abs=1e-4)
             assert norm == pytest.approx(theirs[step][1], rel=1e-3)
 
-    def test_a_half_written_and_a_damaged_checkpoint(
+    def test_a_half_written_and_a_damaged_checkpoint_and_a_torn_metrics_file(
         self, whole: tuple[Path, int, str, str], killed: Path, start: Start
     ) -> None:
-        """The half-written one is removed, the damaged one quarantined, the one before used; the run comes out equal."""
+        """The half-written checkpoint is removed, the damaged one quarantined, the one before used.
+
+        The torn lines are told of, and nothing else is lost: the run comes out equal.
+        """
+        metrics = run_of(killed) / "metrics.jsonl"
+        metrics.write_bytes(b'{"step": 1, "lo\x00\xff' + b"\n" + metrics.read_bytes() + b'{"step": 5, "tok')
         checkpoints = run_of(killed) / "checkpoints"
         before, step = sorted(int(p.name[5:]) for p in checkpoints.glob("step-*") if p.name[5:].isdigit())[
             -2:
@@ -409,36 +432,17 @@ class TestResume:
         assert not half.exists()
         assert not no_manifest.exists()
         assert (checkpoints / f"step-{step:08d}.damaged").is_dir()
-        assert_same_run(killed, whole[0])
-
-    def test_a_torn_metrics_file_loses_nothing_else(
-        self, whole: tuple[Path, int, str, str], killed: Path, start: Start
-    ) -> None:
-        metrics = run_of(killed) / "metrics.jsonl"
-        metrics.write_bytes(b'{"step": 1, "lo\x00\xff' + b"\n" + metrics.read_bytes() + b'{"step": 5, "tok')
-        code, _, err = start().wait()
-        assert code == 0, err
+        assert_same_run(killed, whole[0], torn=True)
         shown = seatrial(killed, "watch", "small", "--once", "--json")
         assert shown.returncode == 0
         problems = json.loads(shown.stdout)["problems"]
         assert (problems[0]["file"], problems[0]["line"]) == ("metrics.jsonl", 1)
-        kept = {}
-        for line in metrics.read_bytes().splitlines():
-            try:
-                record: dict[str, Any] = json.loads(line)
-            except ValueError:
-                continue
-            kept[record["step"]] = (record["loss"], record["grad_norm"])
-        assert kept == losses(whole[0])
 
-    def test_a_damaged_last_checkpoint_is_not_called_done(
-        self, whole: tuple[Path, int, str, str], folder: Path, start: Start
-    ) -> None:
-        checkpoints = run_of(copied(whole[0], folder)) / "checkpoints"
-        before, last = sorted(checkpoints.glob("step-*"))
-        assert last.name == "step-00000012"
+    def test_a_damaged_last_checkpoint_is_not_called_done(self, short: Path, start: Start) -> None:
+        before, last = sorted((run_of(short) / "checkpoints").glob("step-*"))
+        assert last.name == "step-00000004"
         os.truncate(last / "rank-00002.safetensors", 100)
-        code, _, err = start().wait()
+        code, _, err = start("--set", "train.steps=4").wait()
         assert code == 0, err
         assert "rank-00002.safetensors has 100 bytes" in err
         assert f"resuming after step {int(before.name.removeprefix('step-'))}\n" in err
@@ -476,14 +480,8 @@ class TestResume:
         assert "moved" in err
         assert len(records(one_node / "elsewhere/metrics.jsonl")) >= 2
 
-    def test_a_console_that_is_not_read(self, one_node: Path, start: Start) -> None:
-        run = start()
-        run.wait_line("small")
-        assert run.process.stderr is not None
-        run.process.stderr.close()
-        run.process.stderr = None
-        assert run.process.wait(timeout=60) == 0
-        assert len(losses(one_node)) == 12
+    def test_a_console_that_is_not_read(self, short_run: Path) -> None:
+        assert list(losses(short_run)) == [1, 2, 3, 4]
 
     def test_fresh_keeps_the_old_run(self, short: Path, start: Start) -> None:
         code, _, err = start("--fresh", "--set", "train.steps=2").wait()
@@ -509,13 +507,16 @@ class TestRefused:
         ("overrides", "message"),
         [
             (["parallel.tensor=3", "cluster.gpus_per_node=3", "parallel.pipeline=2"], "heads"),
-            (["parallel.pipeline=4", "parallel.tensor=1"], "stages"),
-            (["train.global_batch=7"], "batch"),
+            # Other rules: tests/unit/job/test_job_rules.py.
+            pytest.param(["parallel.pipeline=4", "parallel.tensor=1"], "stages", marks=pytest.mark.long),
+            pytest.param(["train.global_batch=7"], "batch", marks=pytest.mark.long),
             (["data.train=nowhere"], "nowhere"),
             (["data.train=empty"], "empty"),
             (["cluster.device=cuda"], "CUDA"),
             (["cluster.launcher=slurm"], "slurm"),
-            (["parallel.schedule=zbv", "parallel.stages_per_rank=2"], "zbv"),
+            pytest.param(
+                ["parallel.schedule=zbv", "parallel.stages_per_rank=2"], "zbv", marks=pytest.mark.long
+            ),
             (["data.train=corpus", "model.vocab_size=200"], "vocab"),
         ],
     )
@@ -579,12 +580,3 @@ class TestRefused:
         done = seatrial(folder, "train", "job.toml", "--runs", "/proc/runs")
         assert done.returncode == 2
         assert "/proc/runs" in done.stderr
-
-    def test_two_starts_of_one_run(self, one_node: Path, start: Start) -> None:
-        run = start("--set", "train.steps=100000")
-        run.wait_line("step      1/")
-        done = seatrial(one_node, "train", "job.toml", "--set", "train.steps=100000")
-        assert done.returncode == 1
-        assert f"process {run.process.pid}" in done.stderr
-        run.process.send_signal(signal.SIGINT)
-        assert run.wait()[0] == 130
