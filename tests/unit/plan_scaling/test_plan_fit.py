@@ -228,7 +228,7 @@ def test_what_fits_nowhere_says_what_it_needs() -> None:
     assert "A100-40GB SXM" in none
     fit = none["A100-40GB SXM"]
     assert fit.needs > fit.room
-    assert fit.why_unknown == "fits in none of up to 2 nodes"
+    assert fit.why_unknown == "does not fit on up to 2 nodes"
     assert [f.recipe is None for f in found] == sorted(f.recipe is None for f in found)
 
 
@@ -243,7 +243,7 @@ def test_what_no_layout_can_share_out_is_said_to_be_illegal() -> None:
         "first-voyage", *keys, *alone, "train.global_batch=1", "train.microbatch=1", "train.precision=bf16"
     )
     found = smallest(odd, most_nodes=4)
-    assert {f.why_unknown for f in found} == {"no layout of these is legal on up to 4 nodes"}
+    assert {f.why_unknown for f in found} == {"no layout is legal on up to 4 nodes"}
     assert {f.needs for f in found} == {math.inf}
 
 

@@ -1,4 +1,4 @@
-"""Changes that would improve a prediction or alter the choice, and whether a target is reachable; each is predicted anew."""
+"""Changes that would improve a prediction or alter the choice, and whether a target is reachable; each is predicted."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from seatrial.plan.search.search import (
 
 # Smaller gains are not reported.
 _WORTH = 0.01
-# The stack that represents other software: of those with published results on many GPUs it hides most communication.
+# The stack that represents other software: with the most overlap of those with published results on many GPUs.
 OTHER = "nemo"
 FURTHEST = 64.0  # a crossover is searched within this factor of the present value
 
 Reached = Literal["yes", "inside", "no"]
-"""A target is met by the prediction itself, only within its interval, or not even there."""
+"""A target is met by the prediction, only within its interval, or not at all."""
 
 
 @dataclass(frozen=True)
@@ -61,18 +61,18 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """One change and its predicted effect. `built`: whether this trainer can do it today."""
+    """One change and its predicted effect. `built`: whether this trainer has it today."""
 
     what: str
     recipe: Recipe
     prediction: Prediction
-    gain: float  # of the speed, over the job's own layout
+    gain: float  # speedup over the job's own layout, minus 1
     built: bool = True
 
 
 @dataclass(frozen=True)
 class Crossover:
-    """The value of one hardware property from which another of the listed layouts would be the best."""
+    """The value of one hardware property at which another of the listed layouts becomes the best."""
 
     what: str
     unit: str
@@ -87,18 +87,18 @@ class Advice:
 
     ways: tuple[Suggestion, ...]
     turns: tuple[Crossover, ...]
-    alike: tuple[Recipe, ...]  # not distinguishable from the best
+    alike: tuple[Recipe, ...]  # as fast as the best, within the error
 
 
 @dataclass(frozen=True)
 class Target:
     """A target, and the first suggestion that would meet it: within its interval, or by its prediction.
 
-    Of an end: `likely`, the probability that the run ends by then, or `why_not`; and that with the best suggestion that is built.
+    For an end: `likely`, the probability that the run ends by then, or `why_not`; also with the best suggestion that is built.
     """
 
     wanted: Wanted
-    speed: Wanted  # what it takes: `wanted` itself, or the speed that ends just then
+    speed: Wanted  # the required speed: `wanted` itself, or the speed that ends just in time
     own: Reached
     inside: Suggestion | None
     met: Suggestion | None
@@ -158,9 +158,9 @@ def advice(
 def targets(
     base: Prediction, ways: Sequence[Suggestion], wishes: Sequence[Wanted], end: Finish | None
 ) -> Iterator[Target]:
-    """Each target against the job's own layout, and the smallest changes that would meet it, built ones first.
+    """Each target compared with the job's own layout, and the smallest changes that would meet it, built ones first.
 
-    Without an `end`, because saving and failures leave no time to train, no speed ends the run in time.
+    Without an `end`, because saves and failures leave no time to train, no speed is enough.
     """
     by_size = sorted(ways, key=lambda w: (not w.built, w.gain))
     for wish in wishes:
@@ -221,7 +221,7 @@ def _ways(asker: Asker, own: Recipe, base: Prediction, found: Found | None) -> l
         best = found.choices[0]
         mine = next((c for c in found.choices if pair(c.recipe) == pair(own)), None)
         if mine is not None and mine is not best and mine.recipe != own:
-            add("the best with its tensor and pipeline sizes", mine.recipe, mine.prediction)
+            add("the best with the same TP and PP", mine.recipe, mine.prediction)
         if best.recipe != own:
             add("the best layout", best.recipe, best.prediction)
     plain = replace(own, async_tensor=False, accumulate="whole")
@@ -232,13 +232,13 @@ def _ways(asker: Asker, own: Recipe, base: Prediction, found: Found | None) -> l
     if network is not None and asker.cluster.crosses:
         twice = replace(asker.cluster, network=replace(network, gbps_per_nic=2 * network.gbps_per_nic))
         add("a network twice as fast", own, asker.ask(own, cluster=twice), built=False)
-    # Of suggestions with the same recipe and time, the first, which is the smaller change, is kept.
+    # Of suggestions with the same recipe and time the first, the smaller change, is kept.
     seen = {(w.recipe, w.prediction.step_s): w for w in reversed(ways)}
     return sorted(seen.values(), key=lambda w: -w.gain)
 
 
 def single_changes(own: Recipe, stack: Stack) -> Iterator[list[tuple[str, Recipe]]]:
-    """Changes of one setting of a layout: by kind, every value that it may take."""
+    """Changes of one setting of a layout: by setting, every possible value."""
     yield [(f"microbatch {m}", replace(own, microbatch=m)) for m in MICROBATCHES if m != own.microbatch]
     if own.recompute == "full":
         yield [("no recomputation", replace(own, recompute="none"))]
@@ -269,7 +269,7 @@ def _schedules(layout: Layout) -> Iterator[Layout]:
         return
     for schedule, n in schedules(layout.pipeline):
         other = replace(layout, schedule=schedule, stages_per_rank=n)
-        # A split backward pass keeps more for its weight gradients, so it is tried with the fewest stages.
+        # A split backward pass needs more memory for weight gradients, so it is tried with the fewest stages.
         tried = n <= STAGES_PER_RANK[0] or not schedule_named(schedule).split_backward
         if tried and other != layout:
             yield other
@@ -294,7 +294,7 @@ def _tuned(asker: Asker, recipe: Recipe, stack: str) -> tuple[Recipe, Prediction
 
 
 def _turns(asker: Asker, listed: Sequence[Recipe]) -> Iterator[Crossover]:
-    """Crossovers between the listed layouts, each in the settings that are best at present."""
+    """Crossovers between the listed layouts, each with its currently best settings."""
     if len(listed) < 2:
         return
     cluster = asker.cluster
@@ -339,7 +339,7 @@ def _turn(
     directions: Sequence[float],
 ) -> Iterator[Crossover]:
     def best(factor: float) -> Recipe | None:
-        """The best layout; the present one stays until another is faster by more than predictions can distinguish."""
+        """The best layout; the current one stays until another is faster by more than `ALIKE`."""
         there = at(factor)
         able = [(p.step_s, i) for i, r in enumerate(listed) if (p := asker.ask(r, cluster=there))]
         if not able:
@@ -378,7 +378,7 @@ def short(recipe: Recipe) -> str:
 
 
 def difference(a: Recipe, b: Recipe) -> str:
-    """What `b` has different from `a`, in the terms of the job file."""
+    """The settings of `b` that differ from `a`, as in the job file."""
     here, there = a.layout, b.layout
     entries = [
         f"{name} {getattr(there, name)}"

@@ -27,21 +27,21 @@ from seatrial.plan.search.caution import SHORTEST_SOURCE, too_short
 from seatrial.plan.search.scaling import MODES, Scaling, best_scaling, scaling
 from seatrial.plan.search.search import Choice, Found, limit, own_recipe, search
 
-# Rate of shared storage if not measured. It decides how long a checkpoint write takes, and little else: see `slow`.
+# Rate of shared storage if not measured. It determines the time of a checkpoint write, and little else: see `slow`.
 STORAGE_GB_S = 20.0
 STORAGE_SOURCE = "assumption"
-# A tenth of that rate shows how much a wrong assumption matters.
+# A tenth of that rate shows the sensitivity to this assumption.
 _SLOW = 0.1
-# Of the published failure rates, that of a single large job.
+# The published failure rate of a single large job.
 FAILURES = next(r for r in RATES if r.name == "llama-3")
-# A network is "enough" if a step takes this much longer with it than with an unlimited one.
+# A network is fast enough if a step is at most this much longer than with an unlimited one.
 ENOUGH = 0.05
 _MOST_GPUS = 1024
 
 
 @dataclass(frozen=True)
 class JobEstimate:
-    """The job's own layout. `prediction` and what follows from it are None if a speed is not known."""
+    """The job's own layout. `prediction` and fields derived from it are None if a speed is unknown."""
 
     recipe: Recipe
     memory: Memory
@@ -58,7 +58,7 @@ class JobEstimate:
 
     @property
     def verdict(self) -> MemoryFit | None:
-        """With what margin it fits; None if a GPU's memory is not known."""
+        """Whether it fits, and with margin; None if a GPU's memory is unknown."""
         return None if self.room is None else judge(self.memory.reserved, self.room)
 
 
@@ -67,11 +67,11 @@ class NetworkDemand:
     """Load and capacity of the network between nodes; bytes, and bytes/s of one node in one direction."""
 
     nodes: int
-    a_gpu: float  # a GPU's share of what leaves its NVLink domain, of the busiest pipeline rank, a step
-    a_card: float | None  # the same over one network card; None if the network is not known
-    mean: float | None  # rate of its node, averaged over the whole step
+    a_gpu: float  # bytes a step that a GPU of the busiest pipeline rank sends out of its NVLink domain
+    a_card: float | None  # the same over one NIC; None if the network is unknown
+    mean: float | None  # rate of its node, averaged over the step
     capacity: float | None
-    enough: float | None  # with this a step is at most `ENOUGH` longer than with an unlimited network
+    enough: float | None  # with this rate a step is at most `ENOUGH` longer than with an unlimited network
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Answer:
     advice: Advice | None
     targets: tuple[Target, ...]
     provenance: tuple[str, ...]
-    beyond: BeyondMemory | None = None  # the fastest layout that only memory refuses
+    beyond: BeyondMemory | None = None  # the fastest layout that fails only for memory
 
     @property
     def best(self) -> Choice | None:
@@ -119,7 +119,7 @@ class Answer:
 
     @property
     def waterfall(self) -> tuple[Share, ...] | None:
-        """Where the FLOPs go: of the whole run, else of a step; None if no speed is known."""
+        """The waterfall of the whole run, else of a step; None if a speed is unknown."""
         if self.ending is not None:
             return self.ending.finish.waterfall
         return None if self.own.prediction is None else self.own.prediction.waterfall
@@ -136,7 +136,7 @@ class Wishes:
     nodes: Sequence[int] = ()
     rate: Rate = FAILURES
     targets: Sequence[Wanted] = ()
-    look_further: bool = True  # search other layouts; otherwise only the job's own is reported
+    look_further: bool = True  # search other layouts too; otherwise only the job's own is reported
 
 
 def answer(
@@ -146,7 +146,7 @@ def answer(
     *,
     calibration: Calibration | None = None,
 ) -> Answer:
-    """The job's own layout, the best ones, the whole run, scaling, the network, and what would change any of it."""
+    """The job's own layout, the best ones, the whole run, scaling, network demand, suggestions and targets."""
     w = wishes or Wishes()
     cluster = place.cluster
     mine = _own(job, place, w, calibration)
@@ -196,7 +196,7 @@ def answer(
 
 
 def usual_nodes(cluster: Cluster) -> tuple[int, ...]:
-    """The cluster's own number, halved as often as it can be, and doubled up to 1,024 GPUs."""
+    """The cluster's number of nodes, halved while even, and doubled up to 1,024 GPUs."""
     nodes = cluster.nodes
     most, least = max(nodes, _MOST_GPUS // cluster.gpus_per_node), nodes // (nodes & -nodes)
     return tuple(least * 2**i for i in range((most // least).bit_length()))
@@ -244,7 +244,7 @@ def _carried(
 def _enough(
     model: Architecture, recipe: Recipe, cluster: Cluster, w: Wishes, calibration: Calibration | None
 ) -> float | None:
-    """Bisection: steps get no longer with a faster network. None if even a millionth of its rate is enough."""
+    """The rate, by bisection (steps get no longer with a faster network); None if a millionth of the rate is enough."""
     assert cluster.network is not None
     network, each = cluster.network, cluster.network.gb_s_per_gpu * cluster.gpus_per_node * 1e9
 
@@ -265,7 +265,7 @@ def _enough(
 def _ending(
     job: Job, recipe: Recipe, cluster: Cluster, prediction: Prediction, w: Wishes
 ) -> RunForecast | None:
-    """Forecast the run; None if saving or failures leave no time for training at all."""
+    """Forecast the run; None if saves or failures leave no time for training."""
     rate = w.storage_gb_s or STORAGE_GB_S
     every = job.checkpoint.every_steps
     steps = job.train.steps

@@ -1,4 +1,4 @@
-"""The fastest layout that only memory refuses, and the single changes that would make it fit; each is predicted."""
+"""The fastest layout that fails only for memory, and the single changes that would make it fit; each is predicted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from seatrial.plan.search.search import ALIKE, MOST_OVER, Found, least_step
 
 @dataclass(frozen=True)
 class BeyondMemory:
-    """A layout that does not fit, and what makes it fit. `gain`: of the speed, over the best layout that fits, also in `ways`."""
+    """A layout that does not fit, and changes that make it fit. `gain`, also in `ways`: speedup over the best that fits."""
 
     recipe: Recipe
     prediction: Prediction
@@ -28,14 +28,14 @@ class BeyondMemory:
 
     @property
     def over(self) -> float:
-        """What it needs over what there is, minus 1."""
+        """Needed over available memory, minus 1."""
         return self.prediction.memory.reserved / self.prediction.room - 1
 
 
 def beyond_memory(asker: Asker, found: Found) -> BeyondMemory | None:
     """The fastest of `found.outsized`, if it is faster than the best layout that fits by more than `ALIKE`.
 
-    Of those that cannot be distinguished from the fastest it is the one that needs the least memory.
+    Of equally fast ones it is the one that needs the least memory.
     """
     if not found.choices:
         return None
@@ -45,7 +45,7 @@ def beyond_memory(asker: Asker, found: Found) -> BeyondMemory | None:
     kernels: dict[tuple[object, ...], float] = {}
 
     def bound(recipe: Recipe) -> float:
-        """Lower bound of the step: its kernels, which the other sizes do not change, and the pipeline that fills."""
+        """Lower bound of the step time: kernels, which do not depend on the other sizes, and pipeline warm-up."""
         r, at = recipe, recipe.layout
         key = (at.tensor, r.context, r.microbatch, r.recompute, r.accumulate, r.microbatches > 1)
         if key not in kernels:
@@ -77,14 +77,14 @@ def beyond_memory(asker: Asker, found: Found) -> BeyondMemory | None:
 
 
 def _ways(asker: Asker, recipe: Recipe) -> Iterator[Recipe]:
-    """Without asynchronous tensor parallel, and with it."""
+    """The recipe without asynchronous tensor parallel, and with it if possible."""
     yield recipe
     if able(recipe, stack_for(recipe, asker.stack)):
         yield replace(recipe, async_tensor=True)
 
 
 def _fitting(asker: Asker, recipe: Recipe, best: float) -> Iterator[Suggestion]:
-    """Changes that make it fit: the fastest of one setting; of the cluster, twice the nodes, and another GPU."""
+    """Changes that make it fit: the fastest change of one setting; twice the nodes; another GPU."""
 
     def suggestion(what: str, r: Recipe, p: Prediction, *, built: bool = True) -> Suggestion:
         return Suggestion(what, r, p, best / p.step_s - 1, built)
@@ -100,7 +100,7 @@ def _fitting(asker: Asker, recipe: Recipe, best: float) -> Iterator[Suggestion]:
     here = reference_node(asker.cluster.gpu.name)
     for gpu in sorted(gpus(), key=lambda g: g.hbm_gb):
         node = reference_node(gpu.name)
-        # A node like this one: what fits a node of eight may not fit a tray of four.
+        # Only nodes of the same size: a layout for nodes of eight may not suit trays of four.
         if here is None or node is None or node.gpus_per_node != here.gpus_per_node:
             continue
         p = asker.ask(recipe, cluster=replace(asker.cluster, gpu=gpu))
