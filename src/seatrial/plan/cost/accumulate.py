@@ -55,7 +55,7 @@ def adapted(job: Job, recipe: Recipe, room: float | None, stack: str | Stack = "
     return replace(recipe, accumulate=chosen(job.architecture, recipe, room, stack)[0])
 
 
-def ways(job: Job, recipe: Recipe, stack: str | Stack = "seatrial") -> Iterator[Recipe]:
+def accumulate_options(job: Job, recipe: Recipe, stack: str | Stack = "seatrial") -> Iterator[Recipe]:
     """`recipe` with every value of `accumulate` that the job leaves open, least communication first."""
     first = adapted(job, recipe, None, stack)
     yield first
@@ -72,7 +72,7 @@ def _no_use(recipe: Recipe, stack: Stack) -> str:
     layout = recipe.layout
     if stack.name not in OURS:
         return f"{stack.name} has no such setting"
-    if recipe.cut == 1:
+    if recipe.shard_ranks == 1:
         return "gradients are not sharded: shard is 1"
     if layout.pipeline > 1 and schedule_named(layout.schedule).split_backward:
         return f"the schedule {layout.schedule} requires it"

@@ -39,7 +39,7 @@ class Factors:
     attention: float = 1.0
 
 
-EVEN = Factors()
+UNIT_FACTORS = Factors()
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Pace:
     spread: float
     kind: Kind
     source: str
-    factors: Factors = EVEN
+    factors: Factors = UNIT_FACTORS
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Calibration:
             few = own.spread is None and (own.sources == 1 or own.rows < 3)
             rows = f" ({own.rows} row{'s' * (own.rows > 1)} of {own.sources} source{'s' * (own.sources > 1)})"
             return Pace(own.pace * eight, spread, "calibrated", own.source + rows * few, factors)
-        value = self.typical * self.families.get(family, 1.0) * self.chip(gpu) * eight
+        value = self.typical * self.families.get(family, 1.0) * self.gpu_factor(gpu) * eight
         deviations = [ROWS, SOURCES, CELLS]
         if family not in self.families:
             deviations.append(FAMILIES)
@@ -110,7 +110,7 @@ class Calibration:
             value, math.hypot(*deviations), "borrowed" if here else "extrapolated", f"from {text}", factors
         )
 
-    def chip(self, gpu: Gpu) -> float:
+    def gpu_factor(self, gpu: Gpu) -> float:
         """The factor of architecture and power limit on every stack's pace."""
         usual = next((g.watts for g in gpus() if g.architecture == gpu.architecture and g.watts), None)
         power = 1.0 if usual is None or gpu.watts is None else (gpu.watts / usual) ** -self.power

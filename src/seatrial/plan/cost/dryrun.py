@@ -22,7 +22,7 @@ from seatrial.base.errors import InputError, InternalError, RunFailed, address_l
 from seatrial.base.process import python
 from seatrial.job.job import Job
 from seatrial.job.layout import Coordinates
-from seatrial.plan.cost.dryrun_extrapolate import Grid, carry, carry_peak, grid
+from seatrial.plan.cost.dryrun_extrapolate import Grid, extrapolate, extrapolate_peak, grid
 
 Device = Literal["cuda", "cpu"]
 
@@ -194,8 +194,8 @@ def _ask(
 def _rank(job: Job, at: Grid, rank: int, traces: list[dict[str, Any]]) -> RankStep:
     layout = job.layout
     place = layout.coordinates(rank)
-    held = carry(at, [t["bytes"] for t in traces])
-    label, peak = carry_peak(at, [t["peaks"] for t in traces])
+    held = extrapolate(at, [t["bytes"] for t in traces])
+    label, peak = extrapolate_peak(at, [t["peaks"] for t in traces])
     return RankStep(
         rank=rank,
         at=place,
@@ -209,7 +209,7 @@ def _rank(job: Job, at: Grid, rank: int, traces: list[dict[str, Any]]) -> RankSt
         peak_bytes=sum(peak.values()),
         peak_label=label,
         peak=peak,
-        flops=carry(at, [{(phase, kind): n for phase, kind, n in t["flops"]} for t in traces]),
+        flops=extrapolate(at, [{(phase, kind): n for phase, kind, n in t["flops"]} for t in traces]),
         traffic=_traffic(job, at, traces),
         traced=tuple(at.points),
         seconds=sum(t["seconds"] for t in traces),
@@ -227,7 +227,7 @@ def _traffic(job: Job, at: Grid, traces: list[dict[str, Any]]) -> tuple[Traffic,
             key = (kind, dimension, dtype)
             calls[-1][key] = calls[-1].get(key, 0) + n
             payload[-1][key] = payload[-1].get(key, 0) + n * n_bytes
-    all_calls, all_payload = carry(at, calls), carry(at, payload)
+    all_calls, all_payload = extrapolate(at, calls), extrapolate(at, payload)
     sizes = {"world": job.layout.world_size, "ends": 2}
     return tuple(
         Traffic(

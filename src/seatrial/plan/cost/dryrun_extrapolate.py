@@ -55,7 +55,7 @@ class Grid:
 
     @property
     def points(self) -> list[tuple[int, int]]:
-        """(layers, microbatches) of each trace, in the order that `carry` expects."""
+        """(layers, microbatches) of each trace, in the order that `extrapolate` expects."""
         return [(layers, m) for layers in self.layers.traced for m in self.microbatches.traced]
 
     @property
@@ -95,7 +95,7 @@ def _edges(layout: Layout) -> tuple[int, int]:
 Values = Mapping[Any, int]
 
 
-def carry(at: Grid, traces: Sequence[Values]) -> dict[Any, int]:
+def extrapolate(at: Grid, traces: Sequence[Values]) -> dict[Any, int]:
     """The values at the target size, from the traces at `at.points`. A key that a trace lacks is 0 there."""
     keys = set().union(*traces)
     x, y = at.layers.steps, at.microbatches.steps
@@ -111,9 +111,11 @@ def carry(at: Grid, traces: Sequence[Values]) -> dict[Any, int]:
     return out
 
 
-def carry_peak(at: Grid, traces: Sequence[Mapping[str, Mapping[str, int]]]) -> tuple[str, dict[str, int]]:
+def extrapolate_peak(
+    at: Grid, traces: Sequence[Mapping[str, Mapping[str, int]]]
+) -> tuple[str, dict[str, int]]:
     """(label, bytes by kind) of the peak at the target size. `traces`: label -> kind -> bytes."""
     labels = set(traces[0]).intersection(*traces[1:])
-    heights = {label: carry(at, [t[label] for t in traces]) for label in labels}
+    heights = {label: extrapolate(at, [t[label] for t in traces]) for label in labels}
     best = max(sorted(heights), key=lambda label: sum(heights[label].values()))
     return best, {kind: n for kind, n in sorted(heights[best].items()) if n}

@@ -83,7 +83,9 @@ def host_need(job: Job, device: Device) -> HostNeed:
     # Ranks of one pipeline stage need the same; on other launchers assume a node with ranks of the heaviest stage only.
     for stage in range(layout.pipeline):
         own = (
-            (stack.state_bytes[0] + stack.state_bytes[2]) * rank_parameters(model, recipe, stage) / recipe.cut
+            (stack.state_bytes[0] + stack.state_bytes[2])
+            * rank_parameters(model, recipe, stage)
+            / recipe.shard_ranks
         )
         here_of_it = layout.world_size // layout.pipeline if here else cluster.gpus_per_node
         saving = here_of_it // layout.replicate if here else here_of_it
@@ -156,7 +158,7 @@ class Account:
             return "a replica's process holds the same state"
         return "a run that fails resumes from its last checkpoint"
 
-    def host_told(self) -> str:
+    def host_text(self) -> str:
         """Host memory needed and available, as text."""
         n, _ = self.copies
         parts = ", ".join(f"{name} {units.memory(b)}" for name, b in self.host.parts(n).items())
@@ -213,7 +215,7 @@ def would_fit(account: Account) -> str:
 
 def in_words(account: Account) -> Iterator[tuple[str, str]]:
     """(label, text) of memory needed and available, for printing."""
-    yield "host memory", account.host_told()
+    yield "host memory", account.host_text()
     if account.device == "cuda":
         of = "" if account.gpu_room is None else f" of {units.memory(account.gpu_room)}"
         unknown = "; the GPU's memory here is unknown" if account.gpu_room is None else ""

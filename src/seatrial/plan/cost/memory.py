@@ -83,11 +83,11 @@ class Memory:
 @lru_cache(maxsize=1 << 15)
 def memory(model: Architecture, recipe: Recipe, stack: Stack) -> Memory:
     """Memory of the pipeline rank that needs the most."""
-    ranks = [rank_memory(model, recipe, stack, r) for r in unlike_ranks(recipe.layout)]
+    ranks = [rank_memory(model, recipe, stack, r) for r in representative_ranks(recipe.layout)]
     return max(ranks, key=lambda m: m.allocated)
 
 
-def unlike_ranks(layout: Layout) -> list[int]:
+def representative_ranks(layout: Layout) -> list[int]:
     """Representative pipeline ranks: the first, one in the middle, the last."""
     return sorted({0, layout.pipeline // 2, layout.pipeline - 1})
 
@@ -132,7 +132,7 @@ def rank_memory(model: Architecture, recipe: Recipe, stack: Stack, rank: int) ->
     if rank in ends and recipe.layout.pipeline > 1 and recipe.accumulate == "sharded":
         points.append(_embedding(model, recipe, stack, rank))
     highest = max(points, key=lambda m: m.allocated)
-    if recipe.sharding != "full" or recipe.cut * recipe.layout.replicate == 1:
+    if recipe.sharding != "full" or recipe.shard_ranks * recipe.layout.replicate == 1:
         return highest
     # Weights are gathered and gradients reduced in separate streams, and the allocator does not share memory between
     # streams (docs.pytorch.org, notes/cuda, memory management): the peak of each stays reserved.
@@ -213,7 +213,7 @@ def _embedding(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> 
 
 def _end(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> Memory:
     base = _base(model, recipe, stack, rank)
-    own = stack.state_bytes[1] * rank_parameters(model, recipe, rank) / recipe.cut
+    own = stack.state_bytes[1] * rank_parameters(model, recipe, rank) / recipe.shard_ranks
     return replace(
         base,
         gradients=own if recipe.sharding == "full" else base.gradients,
@@ -234,16 +234,16 @@ def _base(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> Memor
     weight, gradient, state = stack.state_bytes
     unsharded = 0.0
     if recipe.sharding == "full":
-        parameters, optimizer = weight * n / recipe.cut, state * n / recipe.cut
-        gradients = gradient * n / recipe.cut if recipe.microbatches > 1 else 0.0
+        parameters, optimizer = weight * n / recipe.shard_ranks, state * n / recipe.shard_ranks
+        gradients = gradient * n / recipe.shard_ranks if recipe.microbatches > 1 else 0.0
         if not _reduces_at_once(recipe, stack):
             unsharded = 4 * n - gradients
     else:
         parameters, gradients, optimizer = float(weight * n), float(gradient * n), float(state * n)
         if recipe.sharding in ("optimizer", "gradients"):
-            optimizer /= recipe.cut
+            optimizer /= recipe.shard_ranks
         if recipe.sharding == "gradients":
-            gradients /= recipe.cut
+            gradients /= recipe.shard_ranks
     parameters += _eight_bit_weights(model, recipe, stack, rank)
     messages = _messages(model, recipe, stack, rank)
     unsharded += stack.bucket_bytes  # DeepSpeed allocates its bucket even on a single rank
@@ -259,7 +259,7 @@ def _runtime(recipe: Recipe, stack: Stack) -> float:
         groups = 1 + stack.groups + min(2, layout.pipeline - 1)
         groups += (layout.tensor > 1) + (recipe.context > 1)
         full = recipe.sharding == "full"
-        groups += (recipe.cut if full else recipe.context * layout.data_parallel) > 1
+        groups += (recipe.shard_ranks if full else recipe.context * layout.data_parallel) > 1
         groups += full and layout.replicate > 1
     held: float = stack.context_gib * GIB + groups * GROUP_BYTES
     return held
@@ -271,7 +271,7 @@ def _gathered(model: Architecture, recipe: Recipe, rank: int, *, layers: int) ->
     Under a pipeline with at most three stages a rank, torch frees nothing between microbatches, even with
     `reshard_after_forward`.
     """
-    wrapped = recipe.cut * recipe.layout.replicate > 1 or recipe.precision != "fp32"
+    wrapped = recipe.shard_ranks * recipe.layout.replicate > 1 or recipe.precision != "fp32"
     if recipe.sharding != "full" or not wrapped:
         return 0.0
     n = rank_parameters(model, recipe, rank)

@@ -29,22 +29,27 @@ SOURCE = (
 )
 
 
-def able(recipe: Recipe, stack: Stack) -> bool:
+def can_overlap(recipe: Recipe, stack: Stack) -> bool:
     """Whether this stack could overlap the recipe's tensor-parallel communication, if it were enabled."""
-    return stack.name in OURS and recipe.layout.tensor > 1 and recipe.sequence_parallel and cut(recipe) > 1
+    return (
+        stack.name in OURS
+        and recipe.layout.tensor > 1
+        and recipe.sequence_parallel
+        and part_count(recipe) > 1
+    )
 
 
 def overlaps(recipe: Recipe, stack: Stack) -> bool:
     """Whether it does: possible and enabled."""
-    return recipe.async_tensor and able(recipe, stack)
+    return recipe.async_tensor and can_overlap(recipe, stack)
 
 
-def cut(recipe: Recipe) -> int:
+def part_count(recipe: Recipe) -> int:
     """Number of parts that a microbatch's all-gathers and reduce-scatters are split into."""
     return parts(recipe.microbatch, recipe.sequence // recipe.context // recipe.layout.tensor)
 
 
-def copied(model: Architecture, recipe: Recipe, stack: Stack) -> float:
+def reorder_bytes(model: Architecture, recipe: Recipe, stack: Stack) -> float:
     """Bytes that a layer of our trainer reads and writes in one pass to reorder positions for its collectives.
 
     Collectives have positions rank by rank, but each sequence must be contiguous: a copy at each of the four, unless
@@ -63,22 +68,22 @@ def copied(model: Architecture, recipe: Recipe, stack: Stack) -> float:
 
 def reorders(recipe: Recipe, stack: Stack) -> bool:
     """Whether attention's output is copied into the order of parts: then it is kept in both orders."""
-    return overlaps(recipe, stack) and recipe.microbatch != cut(recipe)
+    return overlaps(recipe, stack) and recipe.microbatch != part_count(recipe)
 
 
-def gathered(parts: int, send_s: float, compute_s: float) -> float:
+def exposed_gather(parts: int, send_s: float, compute_s: float) -> float:
     """Exposed seconds of all-gathers before a product; both times are of one part."""
     return send_s + (parts - 1) * max(0.0, send_s - compute_s)
 
 
-def scattered(
+def exposed_scatter(
     parts: int, compute_s: float, send_s: float, then_s: float = 0.0, *, regathered: bool = False
 ) -> float:
     """Exposed seconds of reduce-scatters after a product; times of one part, `then_s` of compute that follows all parts.
 
     `regathered`: all parts are all-gathered before, in parallel with the products.
     """
-    exposed = gathered(parts, send_s, compute_s)
+    exposed = exposed_gather(parts, send_s, compute_s)
     if regathered:
         exposed = max(exposed, parts * (2 * send_s - compute_s))
     return max(0.0, exposed - then_s)

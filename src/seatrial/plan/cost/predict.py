@@ -165,7 +165,7 @@ def _provenance(cluster: Cluster, stack: Stack, pace: Pace) -> tuple[str, ...]:
     entries.append(
         f"memory outside torch's allocator: {RUNTIME_SOURCE}; {FRAGMENTATION:.0%} for fragmentation, {FRAGMENTATION_SOURCE}"
     )
-    entries.append(_memory_told())
+    entries.append(_memory_text())
     if cluster.network is not None:
         entries.append(f"network {cluster.network.name}: {cluster.network.source}")
         entries.append(
@@ -176,7 +176,7 @@ def _provenance(cluster: Cluster, stack: Stack, pace: Pace) -> tuple[str, ...]:
 
 
 @cache
-def _memory_told() -> str:
+def _memory_text() -> str:
     known = shipped_errors()
     return (
         f"memory: fits up to {known.full:.0%} of a GPU's, tight above, where at least {SURE:.0%} of {known.figures} published figures "

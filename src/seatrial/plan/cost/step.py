@@ -7,10 +7,10 @@ from dataclasses import dataclass, fields
 
 from seatrial.job.architecture import Architecture
 from seatrial.job.schedules import Times, schedule_named
-from seatrial.plan.cost.calibration import EVEN, Factors
+from seatrial.plan.cost.calibration import UNIT_FACTORS, Factors
 from seatrial.plan.cost.collectives import Fabric
 from seatrial.plan.cost.kernels import MEMORY_SHARE
-from seatrial.plan.cost.memory import layer_share, neighbours, rank_parameters, unlike_ranks
+from seatrial.plan.cost.memory import layer_share, neighbours, rank_parameters, representative_ranks
 from seatrial.plan.cost.overlap import OURS
 from seatrial.plan.cost.stacks import Stack
 from seatrial.plan.cost.unshard import unshards
@@ -83,7 +83,7 @@ def slowest(world: int) -> float:
 
 
 def shard_group(recipe: Recipe, fabric: Fabric) -> Group:
-    return group(fabric.cluster, stride=recipe.layout.tensor, size=recipe.cut)
+    return group(fabric.cluster, stride=recipe.layout.tensor, size=recipe.shard_ranks)
 
 
 def replicate_group(recipe: Recipe, fabric: Fabric) -> Group:
@@ -98,7 +98,12 @@ def data_group(recipe: Recipe, fabric: Fabric) -> Group:
 
 
 def step_parts(
-    model: Architecture, recipe: Recipe, fabric: Fabric, stack: Stack, pace: float, factors: Factors = EVEN
+    model: Architecture,
+    recipe: Recipe,
+    fabric: Fabric,
+    stack: Stack,
+    pace: float,
+    factors: Factors = UNIT_FACTORS,
 ) -> Parts:
     """The parts of one training step. Raises UnknownNetworkError, UnknownSpeedError."""
     w = work(model, recipe, fabric, stack, pace * slowest(recipe.world), factors)
@@ -118,8 +123,8 @@ def step_parts(
     sends = 2 * p2p * each * max(0, layout.stages - 1)
     data_in, slowed_in = (gathers[0] + gathers[1]) * layers * each, gathers[2] * layers * each
     once = _once(model, recipe, fabric, stack, w)
-    redone_beside = again.tensor + again.context + again.slowed
-    known = both.total + again.kernels + redone_beside + sends + data_in + slowed_in
+    redone_communication = again.tensor + again.context + again.slowed
+    known = both.total + again.kernels + redone_communication + sends + data_in + slowed_in
     return Parts(
         products=both.products,
         attention=both.attention,
@@ -169,8 +174,8 @@ def _send(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Stack) -> 
 
 def _leaves(recipe: Recipe, fabric: Fabric, rank: int) -> float:
     """Share of the messages between a pipeline rank and the next (of the last: the first) that leave an NVLink domain."""
-    joined, pipeline = fabric.cluster.joined, recipe.layout.pipeline
-    if not fabric.cluster.crosses:
+    joined, pipeline = fabric.cluster.domain_gpus, recipe.layout.pipeline
+    if not fabric.cluster.several_domains:
         return 0.0
     each = recipe.world // pipeline
     if each >= joined or rank == pipeline - 1:
@@ -185,7 +190,7 @@ def _tied_bytes(model: Architecture, recipe: Recipe, stack: Stack) -> float:
     """Bytes, on one rank, of the gradient of a tied embedding with copies in the first and the last stage."""
     if not model.tie_word_embeddings or recipe.layout.pipeline == 1:
         return 0.0
-    cut = recipe.cut if recipe.sharding in ("full", "gradients") else 1
+    cut = recipe.shard_ranks if recipe.sharding in ("full", "gradients") else 1
     return stack.state_bytes[1] * model.embedding_parameters() / recipe.layout.tensor / cut
 
 
@@ -212,7 +217,7 @@ def _gathered_layer(
 
     The next layer's weights are gathered while this layer computes; the excess over its computation is exposed.
     """
-    if recipe.sharding != "full" or recipe.cut * recipe.layout.replicate == 1:
+    if recipe.sharding != "full" or recipe.shard_ranks * recipe.layout.replicate == 1:
         return 0.0, 0.0, 0.0
     n = model.layer_parameters() / recipe.layout.tensor
     gather = fabric.seconds("all_gather", 2.0 * n, shard_group(recipe, fabric))
@@ -236,7 +241,9 @@ def _reduction(parameters: float, recipe: Recipe, fabric: Fabric, stack: Stack) 
     """Seconds in which full sharding reduces the gradients of whole `parameters` once: (over the shard group, over replicas)."""
     n_bytes = stack.gradient_bytes * parameters
     scatter = fabric.seconds("reduce_scatter", n_bytes, shard_group(recipe, fabric))
-    return scatter, fabric.seconds("all_reduce", n_bytes / recipe.cut, replicate_group(recipe, fabric))
+    return scatter, fabric.seconds(
+        "all_reduce", n_bytes / recipe.shard_ranks, replicate_group(recipe, fabric)
+    )
 
 
 def _reductions(recipe: Recipe, stack: Stack) -> int:
@@ -274,7 +281,7 @@ def _once(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Stack, w: 
     layout = recipe.layout
     ends = model.embedding_parameters() / layout.tensor
     if recipe.sharding == "full":
-        if recipe.cut * layout.replicate == 1:
+        if recipe.shard_ranks * layout.replicate == 1:
             return _Data(0.0, 0.0)
         # The root's own weights, embedding and head: their communication overlaps with nothing.
         at = shard_group(recipe, fabric)
@@ -305,15 +312,15 @@ def _once(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Stack, w: 
 
 def _optimizer(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Stack) -> float:
     """Seconds of the optimizer update and the gradient norm, both memory-bound."""
-    n = max(rank_parameters(model, recipe, r) for r in unlike_ranks(recipe.layout))
+    n = max(rank_parameters(model, recipe, r) for r in representative_ranks(recipe.layout))
     if recipe.sharding != "none":
-        n /= recipe.cut
+        n /= recipe.shard_ranks
     return stack.optimizer * n / (fabric.cluster.gpu.hbm_tb_s * 1e12 * MEMORY_SHARE)
 
 
 def traffic(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Stack) -> Traffic:
     """Bytes that a GPU of the busiest pipeline rank sends in a step; a ring sends (n-1)/n of a tensor a round."""
-    ranks = (rank_traffic(model, recipe, fabric, stack, r) for r in unlike_ranks(recipe.layout))
+    ranks = (rank_traffic(model, recipe, fabric, stack, r) for r in representative_ranks(recipe.layout))
     return max(ranks, key=lambda t: t.sent)
 
 
@@ -348,7 +355,7 @@ def rank_traffic(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Sta
     root = mine - layers * layer_share(model, n)
     copies = 0.0
     if r.sharding == "full":
-        cut = (r.cut - 1) / r.cut
+        cut = (r.shard_ranks - 1) / r.shard_ranks
         # The root's weights are not freed by forward passes.
         before, after = gathers_a_step(r, rank)
         gathers = width * ((mine - root) * (before + after) + root * before)
@@ -357,7 +364,7 @@ def rank_traffic(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Sta
             at_root = each[0] if rank == 0 else each[-1]
             gathers += width * root * (at_root - before)
         data = cut * (gathers + stack.gradient_bytes * mine * _reductions(r, stack))
-        copies = stack.gradient_bytes * mine / r.cut * 2 * (layout.replicate - 1) / layout.replicate
+        copies = stack.gradient_bytes * mine / r.shard_ranks * 2 * (layout.replicate - 1) / layout.replicate
         copies *= _sums(r, stack)
     else:
         ranks = r.context * layout.data_parallel
@@ -369,7 +376,7 @@ def rank_traffic(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Sta
     leaving = Sent(
         _ring_leaves(tensor, tensor_group(r, fabric)),
         _ring_leaves(context, within),
-        message * crossing + (tied if fabric.cluster.crosses else 0.0),
+        message * crossing + (tied if fabric.cluster.several_domains else 0.0),
         _ring_leaves(data, at) + _ring_leaves(copies, replicate_group(r, fabric)),
     )
     return Traffic(tensor, context, pipe, data + copies, leaving)

@@ -26,14 +26,14 @@ class Cluster:
         return self.nodes * self.gpus_per_node
 
     @property
-    def joined(self) -> int:
+    def domain_gpus(self) -> int:
         """GPUs of this cluster in one NVLink domain."""
         return min(self.domain or self.gpus_per_node, self.gpus)
 
     @property
-    def crosses(self) -> bool:
+    def several_domains(self) -> bool:
         """Whether the GPUs are in several NVLink domains."""
-        return self.gpus > self.joined
+        return self.gpus > self.domain_gpus
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def placed(cluster: Cluster, recipe: Recipe) -> Cluster:
     Every domain gives equally many nodes: the most that split no tensor or context group, nor a shard group that fits
     into a domain (Slurm: --segment).
     """
-    if cluster.domain is None or not cluster.crosses:
+    if cluster.domain is None or not cluster.several_domains:
         return cluster
     nodes, each = cluster.nodes, cluster.gpus_per_node
     least = -(-cluster.gpus // cluster.domain)
@@ -73,6 +73,6 @@ def group(cluster: Cluster, *, stride: int, size: int) -> Group:
 
     Where domain boundaries split groups unequally, `per_domain` is the smallest part.
     """
-    if not cluster.crosses:  # also where `stride` does not divide the node: ranks 0 and 2 of three
+    if not cluster.several_domains:  # also where `stride` does not divide the node: ranks 0 and 2 of three
         return Group(size, size)
-    return Group(size, max(1, math.gcd(cluster.joined, stride * size) // stride))
+    return Group(size, max(1, math.gcd(cluster.domain_gpus, stride * size) // stride))

@@ -58,7 +58,7 @@ class Hardware:
         )
 
 
-def place_of(job: Job, network: str | None = None) -> Hardware:
+def hardware_of(job: Job, network: str | None = None) -> Hardware:
     """The job's [cluster]; its network is `network`, else [network], else cluster.network, else that of the vendor's node.
 
     InputError for an unknown name.

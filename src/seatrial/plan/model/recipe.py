@@ -84,7 +84,7 @@ class Recipe:
         return self.layout.world_size * self.context
 
     @property
-    def cut(self) -> int:
+    def shard_ranks(self) -> int:
         """Number of ranks that states are sharded over, context-parallel ones included."""
         return self.layout.shard * self.context
 

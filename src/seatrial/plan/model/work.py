@@ -9,10 +9,17 @@ from dataclasses import dataclass, replace
 from seatrial.job.architecture import Architecture
 from seatrial.job.loss_rows import loss_rows
 from seatrial.job.schedules import schedule_named
-from seatrial.plan.cost.calibration import EVEN, Factors
+from seatrial.plan.cost.calibration import UNIT_FACTORS, Factors
 from seatrial.plan.cost.collectives import Fabric
 from seatrial.plan.cost.kernels import Kernels
-from seatrial.plan.cost.overlap import OURS, copied, cut, gathered, overlaps, scattered
+from seatrial.plan.cost.overlap import (
+    OURS,
+    exposed_gather,
+    exposed_scatter,
+    overlaps,
+    part_count,
+    reorder_bytes,
+)
 from seatrial.plan.cost.stacks import Stack
 from seatrial.plan.model.cluster import Group, group
 from seatrial.plan.model.recipe import Recipe
@@ -90,15 +97,20 @@ def tensor_group(recipe: Recipe, fabric: Fabric) -> Group:
 
 
 def work(
-    model: Architecture, recipe: Recipe, fabric: Fabric, stack: Stack, pace: float, factors: Factors = EVEN
+    model: Architecture,
+    recipe: Recipe,
+    fabric: Fabric,
+    stack: Stack,
+    pace: float,
+    factors: Factors = UNIT_FACTORS,
 ) -> Work:
     """Work of a microbatch. `pace` multiplies all kernel times, `factors` those of some kinds."""
     kernels = Kernels(fabric.cluster.gpu, recipe.precision, stack.attention)
-    return _Maker(model, recipe, fabric, stack, kernels, pace, factors).make()
+    return _WorkBuilder(model, recipe, fabric, stack, kernels, pace, factors).build()
 
 
 @dataclass(frozen=True)
-class _Maker:
+class _WorkBuilder:
     model: Architecture
     recipe: Recipe
     fabric: Fabric
@@ -107,11 +119,11 @@ class _Maker:
     pace: float
     factors: Factors
 
-    def make(self) -> Work:
+    def build(self) -> Work:
         r, stack, model = self.recipe, self.stack, self.model
         n, t, h = r.layout.tensor, r.tokens, model.hidden_size
         products = [(a, b // n) if i % 2 == 0 else (a // n, b) for i, (a, b) in enumerate(model.matrices())]
-        parts = cut(r) if overlaps(r, stack) else 1
+        parts = part_count(r) if overlaps(r, stack) else 1
         ahead = [self.kernels.product(t // parts, b, a) for a, b in products]  # of one part
         back = [self.kernels.product(t // parts, a, b) for a, b in products]
         weights = [self.kernels.product(a, b, t) for a, b in products]
@@ -130,7 +142,7 @@ class _Maker:
             + cast
         )
         moved_b += stack.accumulate * model.layer_parameters() / n
-        copies = copied(model, r, stack)
+        copies = reorder_bytes(model, r, stack)
         # Plain tensor parallel also reorders what it gathers a second time.
         back_copies = copies if parts > 1 else 1.5 * copies
         attention_f, attention_b = self._attention()
@@ -164,7 +176,7 @@ class _Maker:
         paced = self._paced
         passes = paced(f), paced(b), paced(again)
         if n > 1 and r.sequence_parallel and stack.name in OURS:
-            passes = self._beside(passes, parts, ahead, back, weights)
+            passes = self._overlapped(passes, parts, ahead, back, weights)
         return Work(
             forward=passes[0],
             backward=passes[1],
@@ -236,7 +248,7 @@ class _Maker:
         n_bytes = 2.0 * r.tokens * self.model.hidden_size
         return 2 * self.fabric.seconds("all_reduce", n_bytes, tensor_group(r, self.fabric))
 
-    def _beside(
+    def _overlapped(
         self,
         passes: tuple[Pass, Pass, Pass],
         parts: int,
@@ -257,17 +269,17 @@ class _Maker:
         # Products alternate between an all-gather before and a reduce-scatter after them; in the backward pass vice versa,
         # and the all-gathers of a separate weight pass are exposed.
         forward = [
-            gathered(parts, c, q * k) if i % 2 == 0 else scattered(parts, q * k, c)
+            exposed_gather(parts, c, q * k) if i % 2 == 0 else exposed_scatter(parts, q * k, c)
             for i, k in enumerate(ahead)
         ]
 
         def before(k: float, w: float) -> float:
             if separate:
-                return scattered(parts, q * k, c) + parts * c
-            return scattered(parts, q * k, c, q * w, regathered=True)
+                return exposed_scatter(parts, q * k, c) + parts * c
+            return exposed_scatter(parts, q * k, c, q * w, regathered=True)
 
         backward = [
-            before(k, w) if i % 2 == 0 else gathered(parts, c, q * k)
+            before(k, w) if i % 2 == 0 else exposed_gather(parts, c, q * k)
             for i, (k, w) in enumerate(zip(back, weights, strict=True))
         ]
         whole = REDONE[r.recompute][3]

@@ -26,7 +26,7 @@ from seatrial.plan.cost.kernels import UnknownSpeedError
 from seatrial.plan.cost.predict import stack_for
 from seatrial.plan.cost.step import step_parts
 from seatrial.plan.model.cluster import Cluster
-from seatrial.plan.model.place import place_of
+from seatrial.plan.model.place import hardware_of
 from seatrial.plan.model.recipe import Recipe
 from seatrial.record.events import read_events
 from seatrial.record.folder import RunFolder
@@ -40,8 +40,10 @@ NEWEST_STEPS = 200
 # A run that waits longer than this share of a step for data measures its storage.
 MOST_WAITING = 0.05
 # The spread of few runs is shrunk towards the usual one of stacks, as if four more runs had that (bench/plan_accuracy.py).
-USUAL_SPREAD, WORTH = 0.08, 4
-ONE_RUN = math.hypot(USUAL_SPREAD * math.sqrt(WORTH / (WORTH + 1)), ROWS)  # the spread after a single run
+USUAL_SPREAD, PRIOR_RUNS = 0.08, 4
+ONE_RUN = math.hypot(
+    USUAL_SPREAD * math.sqrt(PRIOR_RUNS / (PRIOR_RUNS + 1)), ROWS
+)  # the spread after a single run
 _MOST_RUNS = 8
 _LATEST = 1e11  # seconds since 1970 (the year 5138): a later record is damaged
 _PACES = (0.05, 20.0)
@@ -152,7 +154,7 @@ def _pace(run: _Run, gpu: Gpu, apply: Callable[[Cluster], Cluster]) -> tuple[str
     job = run.job
     recipe = Recipe.of(job)
     stack = stack_for(recipe)
-    at = replace(place_of(job), gpu=gpu)
+    at = replace(hardware_of(job), gpu=gpu)
     fabric = Fabric.of(apply(at.shape), recipe)
     factors = shipped().pace(stack.name, gpu).factors
 
@@ -176,7 +178,7 @@ def _pace(run: _Run, gpu: Gpu, apply: Callable[[Cluster], Cluster]) -> tuple[str
 def _entry(stack: str, gpu: Gpu, runs: list[tuple[_Run, float]]) -> Entry:
     value = median(pace for _, pace in runs)
     squares = sum(math.log(pace / value) ** 2 for _, pace in runs)
-    spread = math.sqrt((WORTH * USUAL_SPREAD**2 + squares) / (WORTH + len(runs)))
+    spread = math.sqrt((PRIOR_RUNS * USUAL_SPREAD**2 + squares) / (PRIOR_RUNS + len(runs)))
     named = ", ".join(
         f"{run.name} ({run.steps} steps, {time.strftime('%Y-%m-%d', time.gmtime(run.time))})"
         for run, _ in runs

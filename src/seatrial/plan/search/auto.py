@@ -32,7 +32,7 @@ from seatrial.plan.model.cluster import Cluster
 from seatrial.plan.model.place import Hardware
 from seatrial.plan.model.recipe import Recipe, Recompute
 from seatrial.plan.search.legal import refusal
-from seatrial.plan.search.search import ALIKE, MICROBATCHES, RECOMPUTES, Choice, legal, pair, search
+from seatrial.plan.search.search import MICROBATCHES, RECOMPUTES, TIE_MARGIN, Choice, legal, pair, search
 
 RUNNERS_UP = 4
 Basis = Literal["speed", "memory and traffic"]
@@ -129,7 +129,7 @@ def fingerprint(place: Hardware) -> dict[str, Any]:
         "nodes": place.nodes,
         "gpus_per_node": place.gpus_per_node,
         "gpu": None if place.gpu is None else place.gpu.name,
-        "network": None if place.network is None or not place.shape.crosses else place.network.name,
+        "network": None if place.network is None or not place.shape.several_domains else place.network.name,
     }
 
 
@@ -200,7 +200,7 @@ def _fastest(job: Job, place: Hardware, cluster: Cluster, calibration: Calibrati
     if len(ranked) > 1:
         second = ranked[1]
         more = second.prediction.step_s / p.step_s - 1
-        close = "; the difference is within the error" if abs(more) < ALIKE else ""
+        close = "; the difference is within the error" if abs(more) < TIE_MARGIN else ""
         reasons.append(
             f"next is {second.recipe.layout} with {more:+.1%}{close}; that one is limited by {second.limit}"
         )
@@ -225,7 +225,7 @@ def _safest(choices: Sequence[Choice], sure: Sequence[Choice]) -> tuple[list[Cho
     if not fastest.prediction.verdict.sure and sure:
         safe = sure[0]
         less = 1 - fastest.prediction.step_s / safe.prediction.step_s
-        if safe.prediction.step_s < (1 + ALIKE) * fastest.prediction.step_s:
+        if safe.prediction.step_s < (1 + TIE_MARGIN) * fastest.prediction.step_s:
             here, there = ({**c.recipe.parallel, **c.recipe.train} for c in (safe, fastest))
             changed = ", ".join(f"{key} {str(there[key]).lower()}" for key in here if here[key] != there[key])
             why = (

@@ -20,7 +20,7 @@ from seatrial.job.layout import Layout
 from seatrial.job.numbers import divisors
 from seatrial.job.optimizers import ADAMW, optimizer_named
 from seatrial.job.schema import NVLINK_DOMAINS
-from seatrial.plan.cost.accumulate import ways
+from seatrial.plan.cost.accumulate import accumulate_options
 from seatrial.plan.cost.calibration import Calibration
 from seatrial.plan.cost.kernels import UnknownSpeedError
 from seatrial.plan.cost.memory import FRAGMENTATION, RUNTIME_BYTES, Memory, memory, rank_memory
@@ -295,7 +295,9 @@ def _lean(job: Job, cluster: Cluster, stack: str | Stack = "seatrial") -> Iterat
                 if refusal(job, cluster, replace(recipe, async_tensor=False)) is not None:
                     continue
                 for reshard, recompute in product((True, False) if pipeline == 1 else (False,), RECOMPUTES):
-                    yield from ways(job, replace(recipe, reshard=reshard, recompute=recompute), stack)
+                    yield from accumulate_options(
+                        job, replace(recipe, reshard=reshard, recompute=recompute), stack
+                    )
 
 
 def _fastest(
@@ -311,7 +313,7 @@ def _fastest(
         fitting = [min(tried, key=lambda pair: pair[1])]
     best: tuple[Recipe, float, Prediction] | None = None
     # Without a network, layouts that do not use one are not predicted either: others might be faster.
-    alone = cluster.network is None and cluster.crosses
+    alone = cluster.network is None and cluster.several_domains
     why = "the network between the nodes is unknown"
     for recipe, needs in () if alone else fitting:
         try:

@@ -116,7 +116,7 @@ def scaling(
         if wanted is not None and (refused := refusal(job, at, wanted)) is not None:
             why_not = refused.message
         found = None
-        if wanted is not None and why_not is None and at.crosses and cluster.network is None:
+        if wanted is not None and why_not is None and at.several_domains and cluster.network is None:
             why_not = "the network between the nodes is unknown"
         if wanted is not None and why_not is None:
             try:
@@ -147,7 +147,7 @@ def best_scaling(
     points: list[Point] = []
     for at in _sizes(cluster, nodes):
         found, why_not = (known or {}).get(at.nodes), None
-        if at.crosses and cluster.network is None:
+        if at.several_domains and cluster.network is None:
             found, why_not = None, "the network between the nodes is unknown"
         elif found is None:
             try:

@@ -18,10 +18,10 @@ from seatrial.job.job import Job
 from seatrial.job.layout import Layout
 from seatrial.job.numbers import divisors
 from seatrial.job.schedules import SCHEDULES
-from seatrial.plan.cost.accumulate import adapted, ways
+from seatrial.plan.cost.accumulate import accumulate_options, adapted
 from seatrial.plan.cost.calibration import ROWS, Calibration
 from seatrial.plan.cost.memory import memory
-from seatrial.plan.cost.overlap import able, copied, cut, overlaps
+from seatrial.plan.cost.overlap import can_overlap, overlaps, part_count, reorder_bytes
 from seatrial.plan.cost.predict import Prediction, capacity, predict, stack_for
 from seatrial.plan.cost.stacks import Stack
 from seatrial.plan.model.cluster import Cluster
@@ -33,7 +33,7 @@ RECOMPUTES: tuple[Recompute, ...] = ("none", "full")
 STAGES_PER_RANK = (2, 4)
 CONTEXTS = (2, 4, 8, 16)
 # The same configuration differs by this much between releases: closer layouts count as equally fast.
-ALIKE = ROWS
+TIE_MARGIN = ROWS
 # A layout that needs more than this many times the memory of a GPU is not considered further.
 MOST_OVER = 2.0
 LEAST_TOKENS = 8192  # of a sequence on one rank: shorter ones need no context parallel
@@ -100,7 +100,7 @@ def search(
     for layout in legal(job, cluster, refused, microbatches, recomputes, stack):
         tried += 1
         fits = False
-        for recipe in ways(job, layout, stack):
+        for recipe in accumulate_options(job, layout, stack):
             needs = memory(model, recipe, stack_for(recipe, stack)).reserved
             least = min(least, needs)
             if needs > room:
@@ -110,8 +110,8 @@ def search(
             fits = True
             found = predict(model, recipe, cluster, calibration=calibration, stack=stack)
             take(recipe, found)
-            if able(recipe, behaviour := stack_for(recipe, stack)):
-                least_s = least_step(model, recipe, behaviour, found)
+            if can_overlap(recipe, behaviour := stack_for(recipe, stack)):
+                least_s = step_lower_bound(model, recipe, behaviour, found)
                 waiting[pair(recipe)].append((least_s, recipe))
             if found.verdict.sure:
                 break  # the other value only saves memory
@@ -155,7 +155,7 @@ def own_recipe(job: Job, room: float | None, stack: str | Stack = "seatrial") ->
     return replace(recipe, async_tensor=overlaps(recipe, stack_for(recipe, stack)))
 
 
-def least_step(model: Architecture, recipe: Recipe, stack: Stack, found: Prediction) -> float:
+def step_lower_bound(model: Architecture, recipe: Recipe, stack: Stack, found: Prediction) -> float:
     """Lower bound of the step time with asynchronous tensor parallel; `found` is the prediction without it.
 
     It reduces tensor-parallel communication, copies, and the bubble, which consists of the same passes. At six of a
@@ -163,8 +163,8 @@ def least_step(model: Architecture, recipe: Recipe, stack: Stack, found: Predict
     the computation.
     """
     p = found.parts
-    hidden = (1 - stack.contention) * (1 - 6 / 8 / cut(recipe))
-    copies = copied(model, recipe, stack)
+    hidden = (1 - stack.contention) * (1 - 6 / 8 / part_count(recipe))
+    copies = reorder_bytes(model, recipe, stack)
     moved = stack.hidden_forward * model.hidden_size + stack.ffn_forward * model.intermediate_size
     share = copies / (copies + moved * recipe.tokens / recipe.layout.tensor)
     again = 2 if recipe.recompute == "full" else 1
@@ -213,7 +213,7 @@ def contexts(recipe: Recipe, stack: str | Stack, ranks: int) -> list[int]:
 def tensors(job: Job, cluster: Cluster) -> list[int]:
     """Tensor sizes to try: divisors of a node, and larger ones within a domain that divide the model's heads."""
     a, each = job.architecture, cluster.gpus_per_node
-    whole = [t for t in divisors(cluster.gpus, most=cluster.joined) if t > each and t % each == 0]
+    whole = [t for t in divisors(cluster.gpus, most=cluster.domain_gpus) if t > each and t % each == 0]
     heads = math.gcd(a.num_attention_heads, a.num_key_value_heads)
     return divisors(each) + [t for t in whole if heads % t == 0]
 

@@ -16,7 +16,7 @@ from seatrial.job.job import Job
 from seatrial.job.schema import ParallelSection
 from seatrial.job.settled import CHOSEN_TOO, fixed, settled
 from seatrial.plan.cost.calibration import shipped
-from seatrial.plan.model.place import Hardware, place_of
+from seatrial.plan.model.place import Hardware, hardware_of
 from seatrial.plan.report.measured import measured_rates
 from seatrial.plan.search.auto import choose, fingerprint
 from seatrial.record.folder import RunFolder
@@ -47,7 +47,7 @@ def settle(job: Job, folder: RunFolder, *, fresh: bool = False) -> Job:
 
 def place_here(job: Job) -> Hardware:
     """The hardware that the job will run on: a virtual cluster uses this machine's devices, not the GPU in the job."""
-    place = place_of(job)
+    place = hardware_of(job)
     if job.cluster.launcher != "local":
         return place
     device, reason = choose_device(job.cluster)

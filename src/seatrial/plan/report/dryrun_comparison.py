@@ -13,14 +13,14 @@ from seatrial.job.schema import ParallelSection
 from seatrial.job.settled import settled
 from seatrial.plan.cost.collectives import Fabric
 from seatrial.plan.cost.dryrun import Device, RankStep, dry_run
-from seatrial.plan.cost.memory import rank_memory, unlike_ranks
+from seatrial.plan.cost.memory import rank_memory, representative_ranks
 from seatrial.plan.cost.predict import stack_for
 from seatrial.plan.cost.step import rank_traffic
 from seatrial.plan.model.cluster import Cluster
 from seatrial.plan.model.recipe import Recipe
 
 # A larger relative difference is an error of one of the two.
-TOLD = 0.05
+TOLERANCE = 0.05
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Pair:
 
     @property
     def agrees(self) -> bool:
-        return abs(self.off) <= TOLD
+        return abs(self.off) <= TOLERANCE
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Rank:
 
 
 @dataclass(frozen=True)
-class Beside:
+class DryRunComparison:
     """The comparison for one layout. `exact`: fully traced, otherwise extrapolated from few layers and microbatches."""
 
     recipe: Recipe
@@ -66,8 +66,8 @@ class Beside:
     notes: tuple[str, ...]
 
     @property
-    def apart(self) -> tuple[tuple[int, Pair], ...]:
-        """(rank, pair) of everything that differs by more than `TOLD`."""
+    def differing(self) -> tuple[tuple[int, Pair], ...]:
+        """(rank, pair) of everything that differs by more than `TOLERANCE`."""
         return tuple((r.rank, p) for r in self.ranks for p in r.pairs if not p.agrees)
 
 
@@ -76,18 +76,18 @@ def job_with(job: Job, recipe: Recipe) -> Job:
     return settled(job, ParallelSection(**recipe.parallel), recipe.train)
 
 
-def beside(
+def compare_with_dry_run(
     job: Job,
     recipe: Recipe,
     shape: Cluster,
     *,
     device: Device = "cuda",
     processes: int | None = None,
-) -> Beside:
-    """Compare `recipe` of `job` on representative pipeline ranks (`unlike_ranks`). Raises what `dry_run` raises."""
+) -> DryRunComparison:
+    """Compare `recipe` of `job` on representative pipeline ranks (`representative_ranks`). Raises what `dry_run` raises."""
     wanted = job_with(job, recipe)
     at = wanted.layout
-    numbers = [at.rank(Coordinates(p, 0, 0, 0)) for p in unlike_ranks(recipe.layout)]
+    numbers = [at.rank(Coordinates(p, 0, 0, 0)) for p in representative_ranks(recipe.layout)]
     ran = dry_run(wanted, device=device, ranks=numbers, processes=processes or os.cpu_count())
     entries = tuple(
         Rank(step.rank, step.at.pipeline, _pairs(job.architecture, recipe, shape, step), step.peak_label)
@@ -97,7 +97,9 @@ def beside(
     if device == "cpu":
         notes += ("the closed form is for GPUs: CPU kernels save other tensors",)
     exact = all(len(step.traced) == 1 for step in ran.ranks)
-    return Beside(recipe, entries, exact, sum(s.seconds for s in ran.ranks), ran.process_bytes, notes)
+    return DryRunComparison(
+        recipe, entries, exact, sum(s.seconds for s in ran.ranks), ran.process_bytes, notes
+    )
 
 
 def _pairs(model: Architecture, recipe: Recipe, shape: Cluster, step: RankStep) -> tuple[Pair, ...]:
