@@ -15,8 +15,8 @@ from importlib.resources import files
 from pathlib import Path
 
 from seatrial.job import load_job
-from seatrial.plan.model.place import place_of
-from seatrial.plan.report.answer import Wishes, answer
+from seatrial.plan.model.place import hardware_of
+from seatrial.plan.report.answer import PlanOptions, answer
 from seatrial.plan.search.auto import choose
 from seatrial.ui.plan_table import lines
 
@@ -36,10 +36,10 @@ def jobs() -> dict[str, Path]:
 def told(path: Path) -> str:
     """The answer at 100 columns without what would change it, crossovers and the waterfall."""
     job = load_job(path, [])
-    place = place_of(job)
+    place = hardware_of(job)
     if job.is_open:
         job = choose(job, place).settle(job)
-    text = "\n".join(line for line, _ in lines(answer(job, place, Wishes(price=2.5)), width=100))
+    text = "\n".join(line for line, _ in lines(answer(job, place, PlanOptions(price=2.5)), width=100))
     sections = text.split("\n\n")
     return "\n".join(s for s in sections if s.startswith(SHOWN) or s is sections[-1])
 

@@ -18,8 +18,8 @@ from plan_rows import Row
 from seatrial.plan.cost.calibration import (
     ARCHITECTURES,
     CELLS,
-    EVEN,
     FAMILIES,
+    UNIT_FACTORS,
     Calibration,
     Entry,
     Factors,
@@ -54,7 +54,7 @@ class Line:
     slope: tuple[float, float, float]
 
 
-def seconds(row: Row, pace: float, factors: Factors = EVEN) -> float:
+def seconds(row: Row, pace: float, factors: Factors = UNIT_FACTORS) -> float:
     return step_parts(
         row.model, row.recipe, Fabric.of(row.cluster, row.recipe), stacks()[row.stack], pace, factors
     ).total
@@ -129,7 +129,9 @@ def calibrate(rows: Iterable[tuple[int, Row]], lines: Lines, like: Calibration) 
     for (stack, gpu), those in cells.items():
         sources = sorted({row.source for row in those})
         chip, family = those[0].cluster.gpu, like.family.get(stack, "")
-        pace = known.typical * known.families[family] * known.chip(chip) * factor(f"cell {stack} on {gpu}")
+        pace = (
+            known.typical * known.families[family] * known.gpu_factor(chip) * factor(f"cell {stack} on {gpu}")
+        )
         entries.append(
             Entry(stack, gpu, round(pace, 3), len(those), "; ".join(sources), chip.architecture, len(sources))
         )
@@ -143,7 +145,7 @@ def _effects(row: Row, like: Calibration) -> tuple[dict[str, float], ...]:
         "typical": 1.0,
         f"family {family}": 1.0,
         f"architecture {gpu.architecture}": 1.0,
-        "power": math.log(replace(like, architectures={}, power=1.0).chip(gpu)),
+        "power": math.log(replace(like, architectures={}, power=1.0).gpu_factor(gpu)),
         f"cell {row.stack} on {row.gpu}": 1.0,
         "fp8": float(row.recipe.precision == "fp8"),
     }

@@ -1,4 +1,4 @@
-"""`plan.report.beside`: a layout whose stages torch's pipeline cannot keep whole, by the closed form and by the trainer's own code."""
+"""`plan.report.dryrun_comparison`: a layout whose stages torch's pipeline cannot keep whole, by the closed form and by the trainer's own code."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from seatrial.job.loading import load_job
-from seatrial.plan.cost.memory import unlike_ranks
-from seatrial.plan.model.place import place_of
+from seatrial.plan.cost.memory import representative_ranks
+from seatrial.plan.model.place import hardware_of
 from seatrial.plan.model.recipe import Recipe
-from seatrial.plan.report.beside import beside, job_with
+from seatrial.plan.report.dryrun_comparison import compare_with_dry_run, job_with
 
 pytestmark = pytest.mark.cluster
 
@@ -37,8 +37,8 @@ def test_four_stages_a_rank() -> None:
     )
     recipe = Recipe.of(job)
     assert job_with(job, recipe).layout == job.layout
-    told = beside(job, recipe, place_of(job).shape, processes=2)
-    assert [r.pipeline for r in told.ranks] == unlike_ranks(recipe.layout) == [0, 1]
-    assert told.apart == ()
+    told = compare_with_dry_run(job, recipe, hardware_of(job).shape, processes=2)
+    assert [r.pipeline for r in told.ranks] == representative_ranks(recipe.layout) == [0, 1]
+    assert told.differing == ()
     sent = {p.what: p for p in told.ranks[0].pairs}["data parallel"]
     assert sent.closed == pytest.approx(sent.counted, rel=0.001)

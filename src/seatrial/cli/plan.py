@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from seatrial.job import Job
     from seatrial.plan.cost.calibration import Calibration
     from seatrial.plan.model.place import Hardware
-    from seatrial.plan.report.advice import Wanted
-    from seatrial.plan.report.answer import Answer, Wishes
-    from seatrial.plan.report.beside import Beside
+    from seatrial.plan.report.advice import TargetValue
+    from seatrial.plan.report.answer import Answer, PlanOptions
+    from seatrial.plan.report.dryrun_comparison import DryRunComparison
     from seatrial.plan.report.measured import Measured
 
 # Table width: narrower lines show nothing useful, wider ones are hard to read.
@@ -128,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
     # Show the plan before anything slow begins.
     if not args.json:
         _show(args, plan_lines(result, args))
-    ran: list[Beside] = []
+    ran: list[DryRunComparison] = []
     try:
         _pictures(args, result)
         _dry_runs(args, result, ran)
@@ -170,7 +170,7 @@ def _searching(args: argparse.Namespace) -> Iterator[None]:
             print("\x1b[2K", end="\r", file=sys.stderr, flush=True)
 
 
-def _read(args: argparse.Namespace) -> tuple[Wishes, Job]:
+def _read(args: argparse.Namespace) -> tuple[PlanOptions, Job]:
     """Parse the options and load the job. Raises InputError with the problems of both."""
     from seatrial.job import load_job
 
@@ -191,16 +191,16 @@ def _read(args: argparse.Namespace) -> tuple[Wishes, Job]:
 
 def _place(args: argparse.Namespace, job: Job, measured: Measured) -> Hardware:
     """The hardware: from the job, measurements, and --network if given."""
-    from seatrial.plan.model.place import place_of
+    from seatrial.plan.model.place import hardware_of
 
-    return measured.at(place_of(job, args.network), keep_network=args.network is not None)
+    return measured.at(hardware_of(job, args.network), keep_network=args.network is not None)
 
 
-def _wishes(args: argparse.Namespace) -> Wishes:
+def _wishes(args: argparse.Namespace) -> PlanOptions:
     """Parse the options. Raises InputError with all problems."""
     from seatrial.plan.cost.stacks import stacks
     from seatrial.plan.model.place import known_network
-    from seatrial.plan.report.answer import Wishes
+    from seatrial.plan.report.answer import PlanOptions
 
     problems: list[Diagnostic] = []
     if args.stack not in stacks():
@@ -225,7 +225,7 @@ def _wishes(args: argparse.Namespace) -> Wishes:
     if args.dry_run is not None and not 0 <= args.dry_run <= _MOST_RUNS:
         text = f"--dry-run {args.dry_run} is not between 0 and {_MOST_RUNS}"
         problems.append(Diagnostic(text, hint="--dry-run 2"))
-    wanted: list[Wanted] = []
+    wanted: list[TargetValue] = []
     for text in args.target:
         found = _parse_target(text)
         if isinstance(found, Diagnostic):
@@ -235,7 +235,7 @@ def _wishes(args: argparse.Namespace) -> Wishes:
     problems += _unwritable(args)
     if problems:
         raise InputError(problems)
-    return Wishes(
+    return PlanOptions(
         stack=args.stack,
         storage_gb_s=args.storage_gb_s,
         price=args.price,
@@ -273,8 +273,8 @@ def _unwritable(args: argparse.Namespace) -> list[Diagnostic]:
     return problems
 
 
-def _parse_target(text: str) -> Wanted | Diagnostic:
-    from seatrial.plan.report.advice import Wanted
+def _parse_target(text: str) -> TargetValue | Diagnostic:
+    from seatrial.plan.report.advice import TargetValue
 
     match = re.fullmatch(r"\s*([0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)\s*([%dh]?)\s*", text)
     value = float(match[1].replace(",", "")) if match else 0.0
@@ -286,8 +286,8 @@ def _parse_target(text: str) -> Wanted | Diagnostic:
             hint="--target 2500, --target 45%, --target 5d or --target 36h",
         )
     if kind in ("d", "h"):
-        return Wanted(value * 3600 * (24 if kind == "d" else 1), "end")
-    return Wanted(value / 100, "MFU") if kind else Wanted(value, "tokens/s/GPU")
+        return TargetValue(value * 3600 * (24 if kind == "d" else 1), "end")
+    return TargetValue(value / 100, "MFU") if kind else TargetValue(value, "tokens/s/GPU")
 
 
 def plan_lines(result: Answer, args: argparse.Namespace) -> list[tuple[str, str]]:
@@ -317,7 +317,7 @@ def _show(args: argparse.Namespace, lines: list[tuple[str, str]]) -> None:
             out.line(*line)
 
 
-def _print_json(result: Answer, ran: list[Beside]) -> None:
+def _print_json(result: Answer, ran: list[DryRunComparison]) -> None:
     from seatrial.ui.plan_beside import document as dry_runs
     from seatrial.ui.plan_json import document
 
@@ -329,14 +329,14 @@ def _fit(args: argparse.Namespace, job: Job, place: Hardware, calibration: Calib
     from seatrial.hardware.networks import find_network, reference_node
     from seatrial.plan.cost.accumulate import adapted
     from seatrial.plan.cost.predict import capacity
-    from seatrial.plan.model.place import place_of
+    from seatrial.plan.model.place import hardware_of
     from seatrial.plan.model.recipe import Recipe
     from seatrial.plan.search.fit import account, smallest
     from seatrial.ui.plan_fit import document, lines
 
     def network(gpu: Gpu) -> Network | None:
         if args.network or job.cluster.network or job.file.network:
-            return place_of(job, args.network).network
+            return hardware_of(job, args.network).network
         node = reference_node(gpu.name)
         return None if node is None else find_network(node.network)
 
@@ -355,19 +355,21 @@ def _fit(args: argparse.Namespace, job: Job, place: Hardware, calibration: Calib
     return EXIT_DONE if any(f.recipe is not None for f in fits) else EXIT_FAILED
 
 
-def _dry_runs(args: argparse.Namespace, result: Answer, ran: list[Beside]) -> None:
+def _dry_runs(args: argparse.Namespace, result: Answer, ran: list[DryRunComparison]) -> None:
     """Dry-run the job's own layout and the best ones, each once, into `ran`. Progress on stderr: a large one takes a minute."""
     if args.dry_run is None:
         return
     from seatrial.plan.report.advice import short
-    from seatrial.plan.report.beside import beside
+    from seatrial.plan.report.dryrun_comparison import compare_with_dry_run
 
     best = [c.recipe for c in result.found.choices[: args.dry_run]] if result.found is not None else []
     wanted = list(dict.fromkeys([result.own.recipe, *best]))
     cpu = result.place.gpu is None and result.job.cluster.launcher == "local"
     for i, recipe in enumerate(wanted, 1):
         print(f"dry run {i} of {len(wanted)}: {short(recipe)}", file=sys.stderr, flush=True)
-        ran.append(beside(result.job, recipe, result.place.shape, device="cpu" if cpu else "cuda"))
+        ran.append(
+            compare_with_dry_run(result.job, recipe, result.place.shape, device="cpu" if cpu else "cuda")
+        )
 
 
 def _pictures(args: argparse.Namespace, result: Answer) -> None:

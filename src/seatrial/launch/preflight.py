@@ -380,7 +380,7 @@ def _memory(account: Account) -> Iterator[RuleViolation]:
     if account.host_fits(copies):
         return
     cpu = account.device == "cpu"
-    message = f"the job needs more host memory than is available: {account.host_told()}"
+    message = f"the job needs more host memory than is available: {account.host_text()}"
     if cpu:
         message += f"; its ranks are CPU processes ({account.device_reason})"
     for fewer in range(copies - 1, -1, -1):

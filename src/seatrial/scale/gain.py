@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from seatrial.job import Job
 from seatrial.job.layout import Layout
-from seatrial.plan.model.place import place_of
+from seatrial.plan.model.place import hardware_of
 from seatrial.plan.model.recipe import Recipe
-from seatrial.plan.report.advice import Asker
+from seatrial.plan.report.advice import Predictor
 from seatrial.plan.search.legal import refusal
 from seatrial.scale.cause import Cause, Gain, idle_share
 from seatrial.scale.observed import Observed
@@ -20,19 +20,21 @@ from seatrial.scale.observed import Observed
 _INTERLEAVED = "interleaved-1f1b"
 
 
-def gains(cause: Cause, job: Job, observed: Observed, asker: Asker | None, why: str) -> tuple[Gain, ...]:
+def gains(
+    cause: Cause, job: Job, observed: Observed, predictor: Predictor | None, why: str
+) -> tuple[Gain, ...]:
     """The gain of each change to `job` (at this size) that the rules allow and that fits into memory.
 
-    `asker` predicts for the cluster of this size; None for the reason `why`.
+    `predictor` predicts for the cluster of this size; None for the reason `why`.
     """
-    own, shape = Recipe.of(job), place_of(job).shape
-    base = None if asker is None else asker.ask(own)
+    own, shape = Recipe.of(job), hardware_of(job).shape
+    base = None if predictor is None else predictor.try_predict(own)
     found = []
     for name, recipe in _changes(cause, own):
         if refusal(job, shape, recipe) is not None:
             continue
-        if asker is not None and base is not None:
-            then = asker.ask(recipe)
+        if predictor is not None and base is not None:
+            then = predictor.try_predict(recipe)
             if then is not None:
                 more = then.tokens_per_s_per_gpu / base.tokens_per_s_per_gpu - 1
                 found.append(Gain(name, more, "predicted by seatrial plan"))

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from seatrial.plan.cost.calibration import shipped
-from seatrial.plan.model.place import place_of
+from seatrial.plan.model.place import hardware_of
 from seatrial.plan.model.recipe import Recipe
-from seatrial.plan.report.advice import Asker
+from seatrial.plan.report.advice import Predictor
 from seatrial.plan.report.measured import measured_rates
 from seatrial.plan.report.step_waterfall import StepWaterfall, step_waterfall
 from seatrial.plan.search.scaling import Point, scaling
@@ -106,7 +106,7 @@ def results_of(measurement: Measurement, gates: Gates, *, price: float | None = 
     """Judge, predict and fit what has been measured so far."""
     known = {size.nodes: measurement.speed(size.nodes) for size in measurement.sizes}
     base = measurement.sizes[0].nodes
-    points, asker, why = _predicted(measurement)
+    points, predictor, why = _predicted(measurement)
     steps = {
         size.nodes: steps_of(measurement.state.folder, size, measurement.state.good(size.nodes))
         for size in measurement.sizes
@@ -114,7 +114,7 @@ def results_of(measurement: Measurement, gates: Gates, *, price: float | None = 
     sizes = tuple(
         _measured(measurement, size, steps, points.get(size.nodes), why) for size in measurement.sizes
     )
-    sizes = tuple(replace(size, causes=_with_gains(size, asker)) for size in sizes)
+    sizes = tuple(replace(size, causes=_with_gains(size, predictor)) for size in sizes)
     doublings = {n: measurement.efficiency(n, b) for n, b in measurement.pairs() if 2 * b == n}
 
     def speedup(nodes: int, of: int) -> Estimate | None:
@@ -185,11 +185,15 @@ def _measured(
     )
 
 
-def _with_gains(size: Measured, asker: Asker | None) -> tuple[Cause, ...]:
+def _with_gains(size: Measured, predictor: Predictor | None) -> tuple[Cause, ...]:
     """The causes of a size, each with the predicted gains of its suggested changes."""
     if size.steps is None:
         return ()
-    at = None if asker is None else replace(asker, cluster=replace(asker.cluster, nodes=size.size.nodes))
+    at = (
+        None
+        if predictor is None
+        else replace(predictor, cluster=replace(predictor.cluster, nodes=size.size.nodes))
+    )
     job, seen, why = size.size.job, size.steps.observed, size.why_not_predicted
     return tuple(replace(cause, gains=gains(cause, job, seen, at, why)) for cause in size.causes)
 
@@ -214,11 +218,11 @@ def _tensor_active(measurement: Measurement, size: Size) -> Estimate | None:
     return estimate(values) if values and len(values) == len(known) else None
 
 
-def _predicted(measurement: Measurement) -> tuple[dict[int, Point], Asker | None, str]:
-    """(nodes -> prediction, the asker for other layouts, why nothing is predicted)."""
+def _predicted(measurement: Measurement) -> tuple[dict[int, Point], Predictor | None, str]:
+    """(nodes -> prediction, the predictor for other layouts, why nothing is predicted)."""
     job = measurement.job
     rates = measured_rates(measurement.runs / job.name, job, without=measurement.state.folder)
-    place = rates.at(place_of(job))
+    place = rates.at(hardware_of(job))
     if place.cluster is None:
         return {}, None, place.why_no_gpu
     calibration = rates.calibration(shipped())
@@ -230,8 +234,8 @@ def _predicted(measurement: Measurement) -> tuple[dict[int, Point], Asker | None
         nodes=[size.nodes for size in measurement.sizes],
         calibration=calibration,
     )
-    asker = Asker(job, place.cluster, "seatrial", calibration)
-    return {point.nodes: point for point in predicted.points}, asker, ""
+    predictor = Predictor(job, place.cluster, "seatrial", calibration)
+    return {point.nodes: point for point in predicted.points}, predictor, ""
 
 
 def _fitted(sizes: Sequence[Measured], base: int) -> tuple[Fit, ...]:

@@ -10,7 +10,7 @@ from seatrial.base.errors import Diagnostic, InputError
 from seatrial.job import Job
 from seatrial.job.changed import Change, changed_job
 from seatrial.job.finding import RuleViolation
-from seatrial.plan.model.place import place_of
+from seatrial.plan.model.place import hardware_of
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.search.legal import refusal
 from seatrial.plan.search.scaling import Mode, resized
@@ -46,7 +46,7 @@ def sizes_of(job: Job, nodes: Sequence[int], mode: Mode, *, steps: int, stores: 
     Tensor and pipeline sizes stay, data parallel takes the rest (`plan.search.scaling.resized`). Raises InputError with
     every size that the layout or the rules of the job file do not allow, each at its key in the job file.
     """
-    shape, own = place_of(job).shape, Recipe.of(job)
+    shape, own = hardware_of(job).shape, Recipe.of(job)
     problems: list[Diagnostic] = []
     sizes = []
     for n in sorted(set(nodes)):

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from seatrial.base.atomic import finite
-from seatrial.plan.report.beside import TOLD, Beside, Pair
+from seatrial.plan.report.dryrun_comparison import TOLERANCE, DryRunComparison, Pair
 from seatrial.ui.plan_json import recipe
 from seatrial.ui.plan_words import (
     HEAD,
@@ -25,7 +25,7 @@ from seatrial.ui.plan_words import (
 )
 
 
-def lines(compared: Sequence[Beside], width: int) -> list[Line]:
+def lines(compared: Sequence[DryRunComparison], width: int) -> list[Line]:
     """A table per layout, and every difference above 5 %."""
     out: list[Line] = []
     for one in compared:
@@ -42,18 +42,18 @@ def lines(compared: Sequence[Beside], width: int) -> list[Line]:
             for i, p in enumerate(p for p in rank.pairs if p.closed or p.counted)
         ]
         out += table(["rank", "", "closed form", "counted", "difference"], rows, width, left=(1,))
-        apart = [f"rank {rank}: {p.what} {_off(p)}" for rank, p in one.apart]
+        apart = [f"rank {rank}: {p.what} {_off(p)}" for rank, p in one.differing]
         verdict = (
-            f"all within {percent(TOLD)}"
+            f"all within {percent(TOLERANCE)}"
             if not apart
-            else f"differ by more than {percent(TOLD)}: {'; '.join(apart)}"
+            else f"differ by more than {percent(TOLERANCE)}: {'; '.join(apart)}"
         )
         out += pair("verdict", verdict, width, "yellow" if apart else "green")
         out += note("; ".join([_how(one), *one.notes]), width)
     return out
 
 
-def _how(one: Beside) -> str:
+def _how(one: DryRunComparison) -> str:
     traced = "the whole step traced" if one.exact else "extrapolated exactly from four small traces"
     return f"{many(len(one.ranks), 'rank')}, {traced}, {seconds(one.seconds)} of tracing, {gib(one.process_bytes)} per process"
 
@@ -68,7 +68,7 @@ def _off(p: Pair) -> str:
     return "in only one of them" if p.off == float("inf") else f"{p.off * 100:+.1f} %"
 
 
-def document(compared: Sequence[Beside]) -> list[dict[str, Any]]:
+def document(compared: Sequence[DryRunComparison]) -> list[dict[str, Any]]:
     """The `dry_run` entry of the plan's JSON document."""
     return [
         dict(

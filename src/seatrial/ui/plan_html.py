@@ -71,7 +71,7 @@ def page(
         big=list(_big(answer)),
         layouts=_layouts(answer),
         waterfall=_waterfall(answer),
-        changes=[] if answer.advice is None else [_change(way) for way in answer.advice.ways],
+        changes=[] if answer.advice is None else [_change(way) for way in answer.advice.suggestions],
         memory=_memory(held, own.room, f"{held.headline}."),
         scaling_picture=_scaling_picture(scalings),
         scalings=[_scaling(s) for s in scalings],
@@ -116,11 +116,11 @@ def _big(answer: Answer) -> Iterator[tuple[str, str]]:
     if own.verdict is not None and own.verdict.why:
         of, tight = f"{of}; {own.verdict.why}", f" {TIGHT}"
     yield figures.memory(needs) + tight, of
-    if answer.ending is not None:
-        f = answer.ending.finish
+    if answer.forecast is not None:
+        f = answer.forecast.finish
         yield units.duration(f.wall_s), f"to the end; {units.duration(f.low_s)} to {units.duration(f.high_s)}"
         hours = spanned(f.gpu_hours, f, " GPU hours")
-        cost = "" if answer.ending.cost is None else spanned(answer.ending.cost, f)
+        cost = "" if answer.forecast.cost is None else spanned(answer.forecast.cost, f)
         value, _, interval = (cost or hours).partition(" ")
         yield value, f"cost {interval}; {hours}" if cost else interval
 
@@ -161,7 +161,7 @@ def _waterfall(answer: Answer) -> str:
     if answer.waterfall is None:
         return ""
     shown = waterfall_of(answer.waterfall)
-    title = f"Where the FLOPs go, of {'a step' if answer.ending is None else 'the whole run'}"
+    title = f"Where the FLOPs go, of {'a step' if answer.forecast is None else 'the whole run'}"
     return _svg_text(partial(waterfall_svg, shown, title=title, subtitle="share of the GPUs' dense peak"))
 
 
@@ -241,8 +241,8 @@ def _point(p: Point, *, best: bool) -> Row:
 
 
 def _network(answer: Answer) -> Iterator[Row]:
-    c = answer.carried
-    if not answer.place.shape.crosses:
+    c = answer.network_demand
+    if not answer.place.shape.several_domains:
         return
     yield None, [f"sent out of the {answer.place.enclosure} per step and GPU", data(c.a_gpu)]
     if c.a_card is not None:

@@ -43,14 +43,14 @@ def document(answer: Answer) -> dict[str, Any]:
         "own": _job_estimate(answer.own),
         "search": None if answer.found is None else _search_result(answer.found, answer.beyond),
         "network": {
-            "bytes_per_gpu_per_step": answer.carried.a_gpu,
-            "bytes_per_nic_per_step": answer.carried.a_card,
-            "needed_bytes_per_s_per_node": answer.carried.mean,
-            "capacity_bytes_per_s_per_node": answer.carried.capacity,
-            "enough_bytes_per_s_per_node": answer.carried.enough,
-            "nodes": answer.carried.nodes,
+            "bytes_per_gpu_per_step": answer.network_demand.a_gpu,
+            "bytes_per_nic_per_step": answer.network_demand.a_card,
+            "needed_bytes_per_s_per_node": answer.network_demand.mean,
+            "capacity_bytes_per_s_per_node": answer.network_demand.capacity,
+            "enough_bytes_per_s_per_node": answer.network_demand.enough,
+            "nodes": answer.network_demand.nodes,
         },
-        "finish": None if answer.ending is None else _ending(answer.ending),
+        "finish": None if answer.forecast is None else _forecast(answer.forecast),
         "scaling": {
             "weak": None if answer.weak is None else _scaling(answer.weak),
             "strong": None if answer.strong is None else _scaling(answer.strong),
@@ -169,7 +169,7 @@ def _beyond(b: BeyondMemory) -> dict[str, Any]:
         "prediction": prediction(b.prediction),
         "gain": b.gain,
         "over": b.over,
-        "ways": [_suggestion(way) for way in b.ways],
+        "ways": [_suggestion(way) for way in b.suggestions],
     }
 
 
@@ -177,7 +177,7 @@ def _finish(f: Finish) -> dict[str, Any]:
     return asdict(f) | {"waterfall": _shares(f.waterfall), "mfu": f.mfu}
 
 
-def _ending(e: RunForecast) -> dict[str, Any]:
+def _forecast(e: RunForecast) -> dict[str, Any]:
     return {
         "own": _finish(e.finish),
         "every_steps": e.every_steps,
@@ -235,9 +235,9 @@ def _suggestion(way: Suggestion | None) -> dict[str, Any] | None:
 
 def _advice(a: Advice) -> dict[str, Any]:
     return {
-        "ways": [_suggestion(w) for w in a.ways],
+        "ways": [_suggestion(w) for w in a.suggestions],
         "turns": [
-            vars(t) | {"becomes": None if t.becomes is None else _settings(t.becomes)} for t in a.turns
+            vars(t) | {"becomes": None if t.becomes is None else _settings(t.becomes)} for t in a.crossovers
         ],
         "alike": [recipe(r) for r in a.alike],
     }

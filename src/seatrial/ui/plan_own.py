@@ -72,8 +72,8 @@ def own(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
         yield from pair("MFU", mfu_span(p), width)
         if short := too_short(answer.job.architecture, r, p):
             yield from pair("caution", short, width, "yellow")
-    if answer.ending is not None:
-        yield from _ending(answer.ending, width, full=full)
+    if answer.forecast is not None:
+        yield from _ending(answer.forecast, width, full=full)
         yield from _validation(answer.job.train, width)
     yield from pair("network", _network(answer, full=full), width)
     if not full and answer.weak is not None and answer.strong is not None:
@@ -82,10 +82,10 @@ def own(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
 
 def _network(answer: Answer, *, full: bool) -> str:
     """Network demand compared with supply. Inside one NVLink domain nothing uses the network."""
-    c, t, place = answer.carried, answer.own.traffic, answer.place
+    c, t, place = answer.network_demand, answer.own.traffic, answer.place
     who = "a rank" if place.gpu is None else "a GPU"
     sent = f"{who} sends {_dimensions(t)}"
-    if not place.shape.crosses:
+    if not place.shape.several_domains:
         return sent + (f", all inside the {place.enclosure}" if t.sent >= 0.5 else "")
     entries = []
     if full or c.mean is None:

@@ -13,14 +13,14 @@ from seatrial.plan.report.advice import (
     Crossover,
     Suggestion,
     Target,
-    Wanted,
+    TargetValue,
     difference,
     short,
 )
 from seatrial.plan.report.answer import Answer
 from seatrial.plan.report.measured_runs import ENOUGH_STEPS, ONE_RUN
 from seatrial.plan.report.waterfall import waterfall_of
-from seatrial.plan.search.search import ALIKE, Choice
+from seatrial.plan.search.search import TIE_MARGIN, Choice
 from seatrial.ui import figures
 from seatrial.ui.plan_own import MUCH, own, scaling
 from seatrial.ui.plan_words import (
@@ -94,9 +94,9 @@ def _header(answer: Answer, width: int) -> Iterator[Line]:
     text += place.gpu.name if place.gpu is not None else "ranks; GPU unknown"
     if place.domain is not None:
         text += f", NVLink joins {place.domain}"
-    if place.shape.crosses and place.network is not None:
+    if place.shape.several_domains and place.network is not None:
         text += f"; {place.network.name}" + (" (assumed)" if place.network_is_assumed else "")
-    elif place.shape.crosses:
+    elif place.shape.several_domains:
         text += f"; network unknown: {place.why_no_network}"
     yield from pair("cluster", text, width)
 
@@ -138,7 +138,7 @@ def _layouts(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
     if answer.advice is not None and answer.advice.alike:
         near = [short(r) for r in answer.advice.alike]
         names = ", ".join(near[:3]) + (f" and {len(near) - 3} more" if len(near) > 3 else "")
-        yield from pair("alike", f"{names}: within {percent(ALIKE)}, indistinguishable", width)
+        yield from pair("alike", f"{names}: within {percent(TIE_MARGIN)}, indistinguishable", width)
     if answer.beyond is not None:
         yield from pair("too large", too_large(answer.beyond), width)
 
@@ -163,7 +163,11 @@ def _faster(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
         return
     fits = answer.own.fits is not False
     # Gains that could be differences between two releases are shown in full only.
-    shown = more.ways if full else [way for way in more.ways if not fits or way.gain > ALIKE][:_WAYS]
+    shown = (
+        more.suggestions
+        if full
+        else [way for way in more.suggestions if not fits or way.gain > TIE_MARGIN][:_WAYS]
+    )
     if not shown:
         return
     yield "faster than the job's own layout" if fits else "changes that make it fit", HEAD
@@ -192,11 +196,11 @@ def _doubt(way: Suggestion) -> str:
 
 
 def _crossovers(answer: Answer, width: int) -> Iterator[Line]:
-    if answer.advice is None or not answer.advice.turns:
+    if answer.advice is None or not answer.advice.crossovers:
         return
     yield "crossovers: when another layout becomes best", HEAD
-    for what in dict.fromkeys(t.what for t in answer.advice.turns):
-        turns = [t for t in answer.advice.turns if t.what == what]
+    for what in dict.fromkeys(t.what for t in answer.advice.crossovers):
+        turns = [t for t in answer.advice.crossovers if t.what == what]
         text = "; ".join(
             [f"{figure(turns[0].now)} {turns[0].unit} here", *(_crossover_text(t) for t in turns if t.at)]
         )
@@ -215,7 +219,7 @@ def _waterfall(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
     if answer.waterfall is None or answer.own.fits is False:
         return
     shown = waterfall_of(answer.waterfall)
-    what = "a step" if answer.ending is None else "the whole run"
+    what = "a step" if answer.forecast is None else "the whole run"
     yield f"where the FLOPs go in {what}", HEAD
     small = 0
     for line, bar in zip(waterfall_lines(shown, width), shown.bars, strict=True):
@@ -275,7 +279,7 @@ def verdict(answer: Answer) -> Line:
         return text.removesuffix("; "), "bold red"
     word: str = "" if mine.verdict is None else mine.verdict.word
     style = "yellow" if word == "tight" else "green"
-    if answer.ending is not None and (lost := 1 - answer.ending.finish.ettr) > MUCH:
+    if answer.forecast is not None and (lost := 1 - answer.forecast.finish.ettr) > MUCH:
         word, style = f"{word}, with {percent(lost)} of the time lost to failures and checkpoints", "yellow"
     if p is None:
         return "; ".join(filter(None, (word, "memory and traffic are known, speed is not"))), "yellow"
@@ -288,7 +292,7 @@ def verdict(answer: Answer) -> Line:
             f"{word}, and no layout that the rules allow is faster{_margin(mine_of, sure, tell=False)}",
             style,
         )
-    if slower <= ALIKE:
+    if slower <= TIE_MARGIN:
         text = f"{word}, and is within {percent(slower, 1)} of the best, indistinguishable"
         return text + _margin(mine_of, sure, tell=False), style
     text = f"{word}, but a step takes {percent(slower)} longer than with the best layout: "
@@ -333,7 +337,7 @@ def target_words(target: Target) -> str:
     return text
 
 
-def _wanted(w: Wanted) -> str:
+def _wanted(w: TargetValue) -> str:
     if w.of == "end":
         hours = w.value / 3600
         return f"{figure(hours)} h" if hours < 48 else f"{figure(hours / 24)} d"

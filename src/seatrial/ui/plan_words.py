@@ -14,7 +14,7 @@ from seatrial.plan.cost.predict import Prediction
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.report.advice import Suggestion, excess, short
 from seatrial.plan.report.beyond_memory import BeyondMemory
-from seatrial.plan.search.search import ALIKE
+from seatrial.plan.search.search import TIE_MARGIN
 from seatrial.ui import figures
 
 Line = tuple[str, str]  # text and style
@@ -258,8 +258,8 @@ def brief(recipe: Recipe) -> str:
 def too_large(beyond: BeyondMemory) -> str:
     """The fastest layout that only memory refuses: how fast, how much is missing, what makes it fit."""
     p, ways = beyond.prediction, "; no single change makes it fit"
-    if beyond.ways:
-        ways = f"; fits {' or '.join(_fits_with(way) for way in beyond.ways)}"
+    if beyond.suggestions:
+        ways = f"; fits {' or '.join(_fits_with(way) for way in beyond.suggestions)}"
     return (
         f"{brief(beyond.recipe)}: {percent(beyond.gain)} faster than the best, but {percent(beyond.over)} too much memory "
         f"({gib(p.memory.reserved)} of {gib(p.room)}){ways}"
@@ -271,8 +271,8 @@ def _fits_with(way: Suggestion) -> str:
     if not way.built:
         return f"on {way.what}{tight}"
     slower = 1 / (1 + way.gain) - 1
-    speed = "as fast as the best" if slower <= ALIKE else f"{percent(slower)} slower than the best"
-    speed = f"{percent(way.gain)} faster than the best" if way.gain > ALIKE else speed
+    speed = "as fast as the best" if slower <= TIE_MARGIN else f"{percent(slower)} slower than the best"
+    speed = f"{percent(way.gain)} faster than the best" if way.gain > TIE_MARGIN else speed
     return f"with {way.what} ({speed}{tight})"
 
 

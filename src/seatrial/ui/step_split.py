@@ -75,19 +75,21 @@ def _prediction(view: RunView, ranks: int | None) -> tuple[Prediction | None, st
         return None, "ranks are CPU processes, for which speed is not predicted"
     from seatrial.job.loading import load_job
     from seatrial.plan.cost.calibration import shipped
-    from seatrial.plan.model.place import place_of
+    from seatrial.plan.model.place import hardware_of
     from seatrial.plan.model.recipe import Recipe
-    from seatrial.plan.report.advice import Asker
+    from seatrial.plan.report.advice import Predictor
     from seatrial.plan.report.measured import measured_rates
 
     job = load_job(view.folder.job_toml)
     if ranks not in (None, job.layout.world_size):
         return None, f"{ranks} ranks ran, the job has {job.layout.world_size}"
     rates = measured_rates(view.folder.path, job, without=view.folder.path)
-    place = rates.at(place_of(job))
+    place = rates.at(hardware_of(job))
     if place.cluster is None:
         return None, place.why_no_gpu
-    found = Asker(job, place.cluster, "seatrial", rates.calibration(shipped())).ask(Recipe.of(job))
+    found = Predictor(job, place.cluster, "seatrial", rates.calibration(shipped())).try_predict(
+        Recipe.of(job)
+    )
     return (
         found,
         "" if found is not None else place.why_no_network or "by the prediction it does not fit into memory",

@@ -15,7 +15,7 @@ from seatrial.job.layout import Layout
 from seatrial.job.loading import load_job
 from seatrial.job.models import model_presets
 from seatrial.launch.preflight import _accumulate
-from seatrial.plan.cost.accumulate import adapted, chosen, ways
+from seatrial.plan.cost.accumulate import accumulate_options, adapted, chosen
 from seatrial.plan.cost.collectives import Fabric
 from seatrial.plan.cost.memory import memory, rank_parameters
 from seatrial.plan.cost.memory_fit import judge
@@ -39,7 +39,7 @@ def preset(name: str, *overrides: str) -> Job:
     return load_job(Path(str(files("seatrial.job") / "presets" / f"{name}.toml")), overrides)
 
 
-def test_sharded_gradients_are_a_part_of_the_whole_ones() -> None:
+def test_sharded_gradients_are_one_shard_of_whole_ones() -> None:
     whole, sharded = (memory(MODEL, r, stack_for(r)) for r in (RECIPE, SHARDED))
     n = rank_parameters(MODEL, RECIPE, 0)
     head = 2 * MODEL.embedding_parameters()  # until the root's turn
@@ -56,7 +56,7 @@ def test_sharded_gradients_are_a_part_of_the_whole_ones() -> None:
 @pytest.mark.parametrize(
     "layout", [Layout(shard=8), Layout(pipeline=2, shard=4), Layout(shard=4, replicate=2)]
 )
-def test_they_are_reduced_once_a_microbatch_and_take_longer(layout: Layout) -> None:
+def test_sharded_gradients_are_reduced_in_every_microbatch(layout: Layout) -> None:
     gpu, network = find_gpu("H100 SXM"), find_network("InfiniBand NDR 8x400")
     assert gpu is not None
     cluster = Cluster(gpu, 4, 2, network)
@@ -69,7 +69,7 @@ def test_they_are_reduced_once_a_microbatch_and_take_longer(layout: Layout) -> N
     assert steps[0].step_s < steps[1].step_s
 
 
-def test_auto_is_whole_while_that_fits_with_margin() -> None:
+def test_auto_is_whole_if_that_fits_with_margin() -> None:
     whole, sharded = needs(RECIPE), needs(SHARDED)
     assert judge(whole, 2 * whole).sure
     assert chosen(MODEL, RECIPE, 2 * whole)[0] == "whole"
@@ -80,7 +80,7 @@ def test_auto_is_whole_while_that_fits_with_margin() -> None:
     assert chosen(MODEL, RECIPE, None) == ("whole", "the memory of a GPU is unknown")
 
 
-def test_auto_where_there_is_nothing_to_choose() -> None:
+def test_auto_with_nothing_to_choose() -> None:
     one = replace(RECIPE, global_batch=8)
     assert chosen(MODEL, one, 1.0)[0] == "sharded", "one microbatch"
     assert needs(one) == needs(replace(one, accumulate="sharded"))
@@ -91,16 +91,19 @@ def test_auto_where_there_is_nothing_to_choose() -> None:
     assert chosen(MODEL, RECIPE, 1.0, "nemo")[0] == "whole", "another trainer"
 
 
-def test_other_trainers_have_no_such_key() -> None:
+def test_other_stacks_have_no_accumulate_setting() -> None:
     job = preset("qwen2.5-7b-h200", "train.accumulate=sharded")
     assert Recipe.of(job).accumulate == "sharded"
     assert adapted(job, Recipe.of(job), None).accumulate == "sharded"
     assert adapted(job, Recipe.of(job), None, "nemo").accumulate == "whole"
-    assert [r.accumulate for r in ways(preset("qwen2.5-7b-h200"), RECIPE)] == ["whole", "sharded"]
-    assert [r.accumulate for r in ways(job, SHARDED)] == ["sharded"]
+    assert [r.accumulate for r in accumulate_options(preset("qwen2.5-7b-h200"), RECIPE)] == [
+        "whole",
+        "sharded",
+    ]
+    assert [r.accumulate for r in accumulate_options(job, SHARDED)] == ["sharded"]
 
 
-def test_the_search_shards_gradients_where_whole_do_not_fit() -> None:
+def test_search_shards_gradients_if_whole_ones_do_not_fit() -> None:
     job = preset("qwen2.5-7b-h200", "cluster.gpu=H100 SXM")
     gpu = find_gpu("H100 SXM")
     assert gpu is not None
@@ -116,7 +119,7 @@ def test_the_search_shards_gradients_where_whole_do_not_fit() -> None:
     assert fixed.too_large > found.too_large
 
 
-def test_a_run_keeps_what_it_began_with_while_that_fits(tmp_path: Path) -> None:
+def test_a_resume_keeps_its_accumulation_while_that_fits(tmp_path: Path) -> None:
     job = preset("qwen2.5-7b-h200")
     folder = RunFolder(tmp_path / job.name)
     folder.path.mkdir()

@@ -13,69 +13,71 @@ from seatrial.hardware.networks import reference_node
 from seatrial.job.loading import load_job
 from seatrial.job.settled import provisional
 from seatrial.plan.cost.memory_fit import judge
-from seatrial.plan.cost.overlap import able
+from seatrial.plan.cost.overlap import can_overlap
 from seatrial.plan.cost.predict import Prediction, capacity, predict, stack_for
-from seatrial.plan.model.place import place_of
+from seatrial.plan.model.place import hardware_of
 from seatrial.plan.model.recipe import Recipe
-from seatrial.plan.report.advice import Asker, single_changes
+from seatrial.plan.report.advice import Predictor, single_changes
 from seatrial.plan.report.beyond_memory import BeyondMemory, beyond_memory
 from seatrial.plan.search.legal import refusal
-from seatrial.plan.search.search import ALIKE, MOST_OVER, Found, search
+from seatrial.plan.search.search import MOST_OVER, TIE_MARGIN, Found, search
 
 pytestmark = pytest.mark.cluster  # for its time: it starts no cluster
 PLANS = Path(__file__).parents[2] / "fixtures" / "plans"
 
 
 @cache
-def asked(name: str, *overrides: str) -> tuple[Asker, Found, BeyondMemory | None]:
+def asked(name: str, *overrides: str) -> tuple[Predictor, Found, BeyondMemory | None]:
     job = load_job(PLANS / f"{name}.toml", overrides)
-    cluster = place_of(job).cluster
+    cluster = hardware_of(job).cluster
     assert cluster is not None
     job = provisional(job) if job.is_open else job
-    asker = Asker(job, cluster, "seatrial", None)
+    predictor = Predictor(job, cluster, "seatrial", None)
     found = search(job, cluster, own=False)
-    return asker, found, beyond_memory(asker, found)
+    return predictor, found, beyond_memory(predictor, found)
 
 
-def predicted(asker: Asker, recipe: Recipe) -> Prediction:
-    return predict(asker.job.architecture, recipe, asker.cluster)
+def predicted(predictor: Predictor, recipe: Recipe) -> Prediction:
+    return predict(predictor.job.architecture, recipe, predictor.cluster)
 
 
 @pytest.mark.parametrize("name", ["7b-one-h200", "8b-128k-64-h100", "405b-16384-h100"])
-def test_it_is_the_one_that_predicting_all_of_them_finds(name: str) -> None:
-    asker, found, beyond = asked(name)
+def test_beyond_memory_matches_an_exhaustive_search(name: str) -> None:
+    predictor, found, beyond = asked(name)
     assert beyond is not None
     best = found.choices[0].prediction.step_s
     ways = [*found.outsized]
-    ways += [replace(r, async_tensor=True) for r in found.outsized if able(r, stack_for(r))]
-    legal = [(r, predicted(asker, r)) for r in ways if refusal(asker.job, asker.cluster, r) is None]
+    ways += [replace(r, async_tensor=True) for r in found.outsized if can_overlap(r, stack_for(r))]
+    legal = [
+        (r, predicted(predictor, r)) for r in ways if refusal(predictor.job, predictor.cluster, r) is None
+    ]
     tried = [(r, p) for r, p in legal if p.memory.reserved <= MOST_OVER * p.room]
     fastest = min(p.step_s for _, p in tried)
-    most = min(fastest * (1 + ALIKE), best / (1 + ALIKE))
+    most = min(fastest * (1 + TIE_MARGIN), best / (1 + TIE_MARGIN))
     near = [(p.memory.reserved, r) for r, p in tried if p.step_s < most]
     assert beyond.recipe == min(near, key=lambda n: n[0])[1]
-    assert beyond.prediction.step_s == predicted(asker, beyond.recipe).step_s < best / (1 + ALIKE)
+    assert beyond.prediction.step_s == predicted(predictor, beyond.recipe).step_s < best / (1 + TIE_MARGIN)
     assert beyond.gain == pytest.approx(best / beyond.prediction.step_s - 1)
-    assert beyond.over == pytest.approx(beyond.prediction.memory.reserved / capacity(asker.cluster) - 1)
+    assert beyond.over == pytest.approx(beyond.prediction.memory.reserved / capacity(predictor.cluster) - 1)
     assert not beyond.prediction.fits
 
 
 def test_each_change_makes_it_fit_and_is_the_fastest_of_its_kind() -> None:
-    asker, found, beyond = asked("70b-64-h100", "cluster.nodes=4")
+    predictor, found, beyond = asked("70b-64-h100", "cluster.nodes=4")
     assert beyond is not None
-    again, card = beyond.ways
+    again, card = beyond.suggestions
     assert (again.what, again.built, card.built) == ("full recomputation", True, False)
     assert again.recipe == replace(beyond.recipe, recompute="full")
-    there = predicted(asker, again.recipe)
+    there = predicted(predictor, again.recipe)
     assert there.fits
     changes = [r for kind in single_changes(beyond.recipe, stack_for(beyond.recipe)) for _, r in kind]
     assert {"full", "none"} == {r.recompute for r in changes}
-    assert there.step_s == min(p.step_s for r in changes if (p := asker.ask(r)) is not None)
+    assert there.step_s == min(p.step_s for r in changes if (p := predictor.try_predict(r)) is not None)
     assert again.gain == pytest.approx(found.choices[0].prediction.step_s / there.step_s - 1)
     # The GPU is the one with the least memory that it fits, in nodes of eight.
     needs = beyond.prediction.memory.reserved
     rooms = {
-        g.name: capacity(replace(asker.cluster, gpu=g))
+        g.name: capacity(replace(predictor.cluster, gpu=g))
         for g in gpus()
         if (node := reference_node(g.name)) is not None and node.gpus_per_node == 8
     }
@@ -85,17 +87,17 @@ def test_each_change_makes_it_fit_and_is_the_fastest_of_its_kind() -> None:
 
 
 def test_twice_the_nodes_are_more_shards() -> None:
-    asker, _, beyond = asked("70b-64-h100", "cluster.nodes=1", "cluster.gpu=B300 SXM")
+    predictor, _, beyond = asked("70b-64-h100", "cluster.nodes=1", "cluster.gpu=B300 SXM")
     assert beyond is not None
-    (way,) = (w for w in beyond.ways if w.what == "2 nodes")
+    (way,) = (w for w in beyond.suggestions if w.what == "2 nodes")
     assert way.recipe == replace(
         beyond.recipe, layout=replace(beyond.recipe.layout, shard=2 * beyond.recipe.layout.shard)
     )
-    twice = replace(asker.cluster, nodes=2)
-    assert predict(asker.job.architecture, way.recipe, twice).fits
+    twice = replace(predictor.cluster, nodes=2)
+    assert predict(predictor.job.architecture, way.recipe, twice).fits
 
 
-def test_nothing_is_shown_where_memory_refuses_nothing_faster() -> None:
+def test_none_if_no_faster_layout_fails_for_memory() -> None:
     _, found, beyond = asked("7b-one-h200", "model.preset=qwen2.5-72b")
     assert (found.choices, beyond) == ((), None)  # nothing fits: there is no best to compare with
     _, found, beyond = asked("8b-128k-64-h100", "train.sequence_length=512", "cluster.gpu=B300 SXM")

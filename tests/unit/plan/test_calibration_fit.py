@@ -14,7 +14,7 @@ import pytest
 from seatrial.hardware.catalogue import find_gpu
 from seatrial.hardware.networks import find_network
 from seatrial.job.layout import Layout
-from seatrial.plan.cost.calibration import EVEN, Calibration, Factors, Pace, shipped
+from seatrial.plan.cost.calibration import UNIT_FACTORS, Calibration, Factors, Pace, shipped
 from seatrial.plan.cost.collectives import Fabric
 from seatrial.plan.cost.stacks import stacks
 from seatrial.plan.cost.step import step_parts
@@ -86,7 +86,7 @@ TRUE = Factors(operators=0.7, attention=1.15)
 MADE = [(name, sequence) for name in WIDTHS for sequence in (1024, 4096, 16384)]
 
 
-def test_three_numbers_are_found_again(fit: ModuleType) -> None:
+def test_fit_recovers_known_factors(fit: ModuleType) -> None:
     """Near, and not exactly: operators and attention are drawn towards 1."""
     rows = [row(fit, name, length, 1.2, TRUE) for name, length in MADE]
     pace = found(fit, rows)
@@ -98,33 +98,35 @@ def test_three_numbers_are_found_again(fit: ModuleType) -> None:
     assert abs(even[0] / even[1] - 1) > 0.1  # one number would not do
 
 
-def test_an_odd_row_moves_little(fit: ModuleType) -> None:
-    rows = [row(fit, name, length, 1.2, EVEN) for name, length in MADE]
+def test_an_outlier_changes_the_fit_little(fit: ModuleType) -> None:
+    rows = [row(fit, name, length, 1.2, UNIT_FACTORS) for name, length in MADE]
     odd = replace(rows[4], step_s=2 * rows[4].step_s)
     pace = found(fit, [*rows[:4], odd, *rows[5:]])
     assert pace.value == pytest.approx(1.2, rel=0.03)
 
 
-def test_two_rows_have_a_middle(fit: ModuleType) -> None:
+def test_pace_of_two_rows_is_between_them(fit: ModuleType) -> None:
     """The sum of distances alone would be as small anywhere between them."""
-    a, b = (row(fit, "large", 4096, pace, EVEN) for pace in (1.0, 1.4))
+    a, b = (row(fit, "large", 4096, pace, UNIT_FACTORS) for pace in (1.0, 1.4))
     assert found(fit, [a, b]).value == pytest.approx(math.sqrt(1.4), rel=0.03)
 
 
-def test_one_row_says_nothing_of_kinds(fit: ModuleType) -> None:
-    pace = found(fit, [row(fit, "large", 4096, 1.3, EVEN)])
+def test_one_row_does_not_determine_kind_factors(fit: ModuleType) -> None:
+    pace = found(fit, [row(fit, "large", 4096, 1.3, UNIT_FACTORS)])
     assert pace.value == pytest.approx(1.3, rel=1e-3)
-    assert pace.factors == EVEN
+    assert pace.factors == UNIT_FACTORS
 
 
 def test_many_rows_of_one_model_do_not_outvote_others(fit: ModuleType) -> None:
     """Nine rows of one model count as three of others: with six of others the pace is nearer to theirs."""
-    many = [row(fit, "large", 1024 + 256 * i, 1.0, EVEN) for i in range(9)]
-    others = [row(fit, n, length, 1.4, EVEN) for n in ("small", "middle", "wide") for length in (2048, 4096)]
+    many = [row(fit, "large", 1024 + 256 * i, 1.0, UNIT_FACTORS) for i in range(9)]
+    others = [
+        row(fit, n, length, 1.4, UNIT_FACTORS) for n in ("small", "middle", "wide") for length in (2048, 4096)
+    ]
     assert found(fit, many + others).value > math.sqrt(1.4)
 
 
-def test_factors_multiply_their_kind_alone() -> None:
+def test_factors_multiply_only_their_kind() -> None:
     gpu = find_gpu(GPU)
     assert gpu is not None
     at = Fabric(Cluster(gpu, 1, 8))

@@ -34,14 +34,14 @@ def busbw(fabric: Fabric, n_bytes: int, at: Group) -> float:
 
 
 @pytest.mark.parametrize("mib", PUBLISHED)
-def test_all_reduce_near_the_published_one(mib: int) -> None:
+def test_all_reduce_is_near_published_times(mib: int) -> None:
     inside, across = PUBLISHED[mib]
     # Rings; the published run changes to NVLink's own sums (NVLS) at 8 GiB. Across nodes middle sizes are not ramped.
     assert busbw(FABRIC, mib * MIB, Group(8, 8)) == pytest.approx(inside, rel=0.25)
     assert busbw(FABRIC, mib * MIB, Group(32, 8)) == pytest.approx(across, rel=0.65)
 
 
-def test_a_group_has_the_cards_of_its_own_ranks() -> None:
+def test_a_group_uses_the_nics_of_its_own_ranks() -> None:
     one, all_ = FABRIC.bandwidth(Group(4, 1)), FABRIC.bandwidth(Group(32, 8))
     assert one == pytest.approx(EFA.gb_s_per_gpu * 1e9 * 0.95)
     assert all_ == pytest.approx(8 * one)
@@ -56,7 +56,7 @@ def test_groups_by_stride() -> None:
     assert group(cluster, stride=2, size=16).domains == 4
 
 
-def test_an_unknown_network_is_said() -> None:
+def test_an_unknown_network_raises() -> None:
     alone = Fabric(Cluster(B200, 2, 8, None))
     assert alone.seconds("all_gather", 1e9, Group(8, 8)) > 0
     with pytest.raises(UnknownNetworkError, match="2 nodes"):
@@ -82,14 +82,14 @@ def test_more_bytes_are_never_faster_more_bandwidth_never_slower(
 
 
 @given(size=st.integers(1, 2**34), ranks=st.sampled_from([2, 4, 8]), faster=st.floats(1.0, 8.0))
-def test_faster_links_are_never_slower_though_they_fill_later(size: int, ranks: int, faster: float) -> None:
+def test_faster_links_are_never_slower(size: int, ranks: int, faster: float) -> None:
     fast = Fabric(replace(FABRIC.cluster, gpu=replace(B200, link_gb_s=B200.link_gb_s * faster)))
     at = Group(ranks, 8)
     assert fast.seconds("all_reduce", size, at) <= FABRIC.seconds("all_reduce", size, at) * (1 + 1e-12)
     assert size_share(size, 300.0) >= size_share(size, 900.0)
 
 
-def test_what_a_network_was_measured_to_reach() -> None:
+def test_collectives_reach_a_networks_measured_share() -> None:
     """39.9 of 100 Gb/s a card over Omni-Path, with one rank a node and two cards' worth of ranks for each card."""
     slow, usual = find_network("Omni-Path 4x100"), find_network("AWS P4d")
     assert slow is not None

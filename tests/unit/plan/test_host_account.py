@@ -66,12 +66,12 @@ def test_a_virtual_cluster_is_all_on_one_host() -> None:
     assert host_need(two, "cpu").ranks == need.ranks, "and no ranks"
 
 
-def test_a_node_alone_gives_no_copy_away() -> None:
+def test_a_single_node_has_no_copies_on_another() -> None:
     need = host_need(job("llama3-8b-h100"), "cuda")
     assert need.copies(2) == need.copies(1) > 0
 
 
-def test_as_many_copies_as_the_host_holds_and_none_more() -> None:
+def test_as_many_copies_as_fit_into_host_memory() -> None:
     of = small()
     need = host_need(of, "cpu")
     for copies in (2, 1, 0):
@@ -85,7 +85,7 @@ def test_as_many_copies_as_the_host_holds_and_none_more() -> None:
             assert found.host_fits(wanted) == (gib * GIB >= need.total(wanted))
 
 
-def test_the_price_of_fewer_copies_is_said() -> None:
+def test_the_consequence_of_fewer_copies_is_stated() -> None:
     def why(of: Job, copies: int) -> str:
         return account(of, host_need(of, "cpu").total(copies) / GIB + 0.001).copies[1]
 
@@ -99,13 +99,13 @@ def test_the_price_of_fewer_copies_is_said() -> None:
     assert "a run that loses a node" in why(small(*near), 1), "both replicas are on one node"
 
 
-def test_what_the_job_says_stands() -> None:
+def test_the_jobs_snapshot_copies_are_kept() -> None:
     assert account(small("resilience.snapshot_copies=2"), 0.1).copies == (2, "as the job says")
     assert account(small("resilience.snapshot_every_steps=0"), 100).copies[0] == 0
     assert account(small(), None).copies[0] == 2, "where the memory is not known nothing is taken away"
 
 
-def test_what_would_fit() -> None:
+def test_suggested_changes_fit() -> None:
     of = small("train.sequence_length=2048", "train.microbatch=8")
     assert of.train.activation_checkpointing == "none"
     most = host_need(of, "cpu").total(0)
@@ -121,7 +121,7 @@ def test_what_would_fit() -> None:
     assert would_fit(account(gpu, None, "cuda", 55)) == "train.microbatch = 1 would fit"
 
 
-def test_it_is_told_in_words_and_as_json() -> None:
+def test_account_as_text_and_json() -> None:
     text = dict(in_words(account(small(), 100)))
     assert text["copies"].startswith("of the state in memory: on each rank's own node and the next")
     assert "CPU ranks" in text["host memory"]

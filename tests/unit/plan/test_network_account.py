@@ -62,7 +62,7 @@ def counted(layout: Layout, joined: int, each: dict[str, list[float]]) -> dict[s
 
 @pytest.mark.parametrize("per_node", [4, 8])
 @pytest.mark.parametrize("nodes", [2, 3, 4, 6])
-def test_groups_stay_on_their_rails_unless_a_border_cuts_them(nodes: int, per_node: int) -> None:
+def test_groups_stay_on_rails_unless_split_by_a_domain(nodes: int, per_node: int) -> None:
     """So a network whose switches each join the cards of one rail carries what one with a single switch does.
 
     Where a domain's border cuts a group, it counts as if it had only its smallest part there: fewer cards than it has.
@@ -91,7 +91,7 @@ def test_groups_stay_on_their_rails_unless_a_border_cuts_them(nodes: int, per_no
 
 
 @pytest.mark.parametrize(("sizes", "nodes", "per_node", "domain"), LAYOUTS)
-def test_what_leaves_a_domain_is_counted(
+def test_bytes_leaving_a_domain_match_a_count(
     sizes: tuple[int, int, int, int], nodes: int, per_node: int, domain: int | None
 ) -> None:
     p, replicate, shard, tensor = sizes
@@ -109,7 +109,7 @@ def test_what_leaves_a_domain_is_counted(
         "shard": [t.data for t in alone],
         "replicate": [t.data - a.data for t, a in zip(told, alone, strict=True)],
     }
-    found = counted(layout, cluster.joined, each)
+    found = counted(layout, cluster.domain_gpus, each)
 
     def mean(name: str) -> float:
         return sum(getattr(t.leaving, name) for t in told) / p
@@ -132,7 +132,7 @@ def test_a_node_sends_a_gathered_weight_once() -> None:
 
 @given(case=cases())
 @EXAMPLES
-def test_no_step_needs_more_than_the_network_carries(case: Case) -> None:
+def test_no_step_needs_more_than_the_network_rate(case: Case) -> None:
     assert case.cluster.network is not None
     found = predict(case.model, case.recipe, case.cluster, stack=case.stack)
     carries = case.cluster.network.gb_s_per_gpu * 1e9
@@ -153,19 +153,21 @@ def test_a_larger_domain_is_never_slower(case: Case, factor: int) -> None:
 def test_a_scheduler_fills_domains_evenly() -> None:
     """As many racks as it takes, equal parts of them, no shard group cut."""
     rack = Cluster(GB200, 32, 4, NDR, 72)
-    assert placed(rack, Recipe(4096, 128, 1, Layout(shard=128))).joined == 64
-    assert placed(rack, Recipe(4096, 128, 1, Layout(shard=32, replicate=4))).joined == 64
-    assert placed(replace(rack, nodes=36), Recipe(4096, 144, 1, Layout(shard=144))).joined == 72
+    assert placed(rack, Recipe(4096, 128, 1, Layout(shard=128))).domain_gpus == 64
+    assert placed(rack, Recipe(4096, 128, 1, Layout(shard=32, replicate=4))).domain_gpus == 64
+    assert placed(replace(rack, nodes=36), Recipe(4096, 144, 1, Layout(shard=144))).domain_gpus == 72
     # 144 GPUs in groups of 16: nine in two racks would cut one, so three racks are used.
     tensor = Recipe(4096, 72, 1, Layout(shard=18, tensor=8), context=1)
-    assert placed(replace(rack, nodes=36), tensor).joined == 72
-    assert placed(replace(rack, nodes=36), replace(tensor, layout=Layout(shard=9, tensor=16))).joined == 48
+    assert placed(replace(rack, nodes=36), tensor).domain_gpus == 72
+    assert (
+        placed(replace(rack, nodes=36), replace(tensor, layout=Layout(shard=9, tensor=16))).domain_gpus == 48
+    )
     # A prime number of nodes fits no number of racks evenly.
-    assert placed(replace(rack, nodes=19), Recipe(4096, 76, 1, Layout(shard=76))).joined == 36
-    assert not replace(rack, nodes=16).crosses
+    assert placed(replace(rack, nodes=19), Recipe(4096, 76, 1, Layout(shard=76))).domain_gpus == 36
+    assert not replace(rack, nodes=16).several_domains
 
 
-def test_a_group_that_a_border_cuts_counts_its_smallest_part() -> None:
+def test_a_split_group_counts_its_smallest_part() -> None:
     assert group(Cluster(GB200, 36, 4, NDR, 72), stride=1, size=16) == Group(16, 8)
     assert group(Cluster(GB200, 32, 4, NDR, 64), stride=8, size=16) == Group(16, 8)
     assert group(Cluster(GB200, 16, 4, NDR, 72), stride=1, size=64) == Group(64, 64)

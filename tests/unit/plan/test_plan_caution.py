@@ -20,7 +20,7 @@ SCORES = Path(__file__).parents[3] / "bench" / "plan_accuracy.json"
 CLUSTER = Cluster(gpu("H100 SXM"), 1, 8, NDR)
 
 
-def test_a_layer_of_a_microbatch() -> None:
+def test_seconds_of_a_layer_of_a_microbatch() -> None:
     model = model_presets()["llama3-8b"]
     recipe = Recipe(8192, 64, layout=Layout(shard=8), recompute="full")
     found = predict(model, recipe, CLUSTER)
@@ -33,14 +33,14 @@ def test_a_layer_of_a_microbatch() -> None:
     assert layer_s(model, replace(recipe, global_batch=128), many) == pytest.approx(one)
 
 
-def test_a_tiny_model_is_shorter_than_what_was_measured() -> None:
+def test_layers_of_a_tiny_model_are_below_the_measured_range() -> None:
     model, recipe = model_presets()["qwen2.5-tiny"], Recipe(256, 32, layout=Layout(shard=8))
     told = too_short(model, recipe, predict(model, recipe, CLUSTER))
     assert told is not None
     assert "kernel launches" in told
 
 
-def test_the_limit_is_what_was_measured() -> None:
+def test_the_limit_is_the_shortest_measured_layer() -> None:
     """Which bench/plan_accuracy.py writes down; rounded to a tenth of a millisecond."""
     measured = json.loads(SCORES.read_text(encoding="utf-8")).get("shortest_layer_ms")
     if measured is not None:

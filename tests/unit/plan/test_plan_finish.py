@@ -63,7 +63,7 @@ def test_replicas_save_nothing() -> None:
     assert found.stall_s == pytest.approx(2 * run().stall_s)
 
 
-def test_an_end_is_as_likely_as_the_interval_says() -> None:
+def test_probability_of_an_end_matches_the_interval() -> None:
     """With few failures: 85 % of runs end within the interval, half of them before the prediction."""
     found, spread = run(), STEP.pace.spread
     low, middle, high = (found.within(s, spread) for s in (found.low_s, found.wall_s, found.high_s))
@@ -93,7 +93,7 @@ def simulated(found: Finish, steps: int, spread: float, chance: random.Random) -
 
 
 @pytest.mark.parametrize("spread", [0.02, 0.12])
-def test_an_end_is_as_likely_as_simulated_runs(spread: float) -> None:
+def test_probability_of_an_end_matches_simulated_runs(spread: float) -> None:
     """About three failures, each of which loses nine hours on average."""
     found = run("ant", every_steps=3000)
     assert 2 < found.failures < 4

@@ -46,14 +46,14 @@ def saved_bytes(layers: int) -> int:
     return sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in own)
 
 
-def test_a_layer_keeps_what_the_formula_says() -> None:
+def test_activations_of_a_layer_match_the_formula() -> None:
     """To the byte. On the CPU RMSNorm is made of several operators and keeps the normalised input as well, twice a layer."""
     extra = 2 * 4 * 2 * 128 * SMALL.hidden_size
     said = layer_activations(SMALL, Recipe(128, 2, 2, precision="fp32"), OURS)
     assert saved_bytes(3) - saved_bytes(2) == said + extra
 
 
-def test_inputs_of_products_are_gathered_again() -> None:
+def test_inputs_of_gemms_are_gathered_again() -> None:
     """As in Megatron; torch's DTensor, which torchtitan uses, keeps them whole, whatever the number of ranks."""
     ours, titan, megatron = (
         layer_activations(MODEL, VOYAGE, s)
@@ -65,7 +65,7 @@ def test_inputs_of_products_are_gathered_again() -> None:
 
 @pytest.mark.parametrize("pipeline", [1, 2, 4])
 @pytest.mark.parametrize("tensor", [1, 8])
-def test_all_ranks_together_hold_the_model_once(pipeline: int, tensor: int) -> None:
+def test_parameters_of_all_ranks_add_up_to_the_model(pipeline: int, tensor: int) -> None:
     recipe = replace(VOYAGE, layout=replace(VOYAGE.layout, pipeline=pipeline, tensor=tensor))
     held = sum(rank_parameters(MODEL, recipe, r) for r in range(pipeline)) * tensor
     whole_on_tensor = MODEL.num_hidden_layers * MODEL.layer_norms + MODEL.hidden_size

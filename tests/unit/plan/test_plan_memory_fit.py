@@ -16,8 +16,8 @@ from seatrial.job.loading import load_job
 from seatrial.plan.cost.memory import memory
 from seatrial.plan.cost.memory_fit import SURE, Errors, Tail, errors_from, judge, shipped_errors
 from seatrial.plan.cost.predict import capacity, predict, stack_for
-from seatrial.plan.model.place import place_of
-from seatrial.plan.report.answer import Wishes, answer
+from seatrial.plan.model.place import hardware_of
+from seatrial.plan.report.answer import PlanOptions, answer
 from seatrial.plan.search.search import search
 from seatrial.ui.plan_html import page
 from seatrial.ui.plan_json import document
@@ -52,7 +52,7 @@ def test_fit_is_tight_at_one_error_in_100_but_not_in_101() -> None:
     assert judge(10.0, 10.0, more).word == "fits"
 
 
-def test_what_is_told_is_what_was_counted() -> None:
+def test_the_stated_share_is_the_counted_one() -> None:
     known = errors((60, [1.5, 1.3, 1.1]), (40, [1.4, 1.05]))
     tight = judge(100.0, 120.0, known)
     assert (tight.word, tight.beyond, tight.figures, tight.share) == ("tight", 3, 100, 0.03)
@@ -66,7 +66,7 @@ def test_what_is_told_is_what_was_counted() -> None:
     assert known.without("source 0").figures == 40
 
 
-def test_without_any_figure_nothing_is_sure() -> None:
+def test_without_figures_nothing_fits_with_margin() -> None:
     none = errors()
     assert none.full == 0.0
     verdict = judge(1.0, 100.0, none)
@@ -113,7 +113,7 @@ def test_a_damaged_file_is_not_read_as_no_errors() -> None:
 
 @given(case=cases())
 @settings(max_examples=40, deadline=None)
-def test_a_prediction_and_its_memory_say_the_same(case: Case) -> None:
+def test_verdict_of_a_prediction_matches_its_memory(case: Case) -> None:
     found = predict(case.model, case.recipe, case.cluster, stack=case.stack)
     held = memory(case.model, case.recipe, stack_for(case.recipe, case.stack))
     assert found.room == capacity(case.cluster)
@@ -124,7 +124,7 @@ def test_a_prediction_and_its_memory_say_the_same(case: Case) -> None:
 
 def test_search_keeps_fastest_and_fastest_sure_fit_per_size_pair() -> None:
     job = load_job(preset("llama3-8b-h100"), SHARDED)
-    cluster = place_of(job).cluster
+    cluster = hardware_of(job).cluster
     assert cluster is not None
     found = search(job, cluster)
     assert found.sure
@@ -140,10 +140,10 @@ def test_search_keeps_fastest_and_fastest_sure_fit_per_size_pair() -> None:
 
 
 @pytest.mark.cluster  # slow
-def test_a_tight_job_is_told_everywhere_and_is_no_failure() -> None:
+def test_a_tight_job_is_reported_but_not_refused() -> None:
     """Llama-3 8B with microbatch 8 on 8 H100: 96 % of the memory, by prediction."""
     job = load_job(preset("llama3-8b-h100"), (*SHARDED, "train.microbatch=8", "train.accumulate=whole"))
-    told = answer(job, place_of(job), Wishes())
+    told = answer(job, hardware_of(job), PlanOptions())
     assert told.own.fits
     assert told.own.verdict is not None
     assert told.own.verdict.word == "tight"
@@ -174,7 +174,7 @@ def test_a_tight_job_is_told_everywhere_and_is_no_failure() -> None:
 
 def test_ranks_without_a_known_memory_get_no_verdict() -> None:
     job = load_job(preset("first-voyage"), ())
-    told = answer(job, place_of(job), Wishes())
+    told = answer(job, hardware_of(job), PlanOptions())
     assert told.own.verdict is None
     assert document(told)["own"]["memory_verdict"] is None
     assert "tight" not in verdict(told)[0]
@@ -183,7 +183,7 @@ def test_ranks_without_a_known_memory_get_no_verdict() -> None:
 def test_a_verdict_follows_its_prediction() -> None:
     """It is no field that a changed copy could contradict."""
     job = load_job(preset("llama3-8b-h100"), SHARDED)
-    cluster = place_of(job).cluster
+    cluster = hardware_of(job).cluster
     assert cluster is not None
     p = search(job, cluster).choices[0].prediction
     words = [replace(p, room=p.memory.reserved * f).verdict.word for f in (0.9, 1.01, 2.0)]
@@ -193,7 +193,7 @@ def test_a_verdict_follows_its_prediction() -> None:
 @pytest.mark.cluster  # slow
 def test_verdict_names_fastest_sure_fit_when_the_best_is_tight() -> None:
     job = load_job(preset("llama3-8b-h100"), SHARDED)
-    told = answer(job, place_of(job), Wishes())
+    told = answer(job, hardware_of(job), PlanOptions())
     assert told.found is not None
     assert told.best is not None
     assert told.own.prediction is not None
@@ -212,7 +212,7 @@ def test_verdict_names_fastest_sure_fit_when_the_best_is_tight() -> None:
     large = load_job(
         preset("llama3-8b-h100"), (*SHARDED, "train.microbatch=4", "train.activation_checkpointing=none")
     )
-    over = answer(large, place_of(large), Wishes())
+    over = answer(large, hardware_of(large), PlanOptions())
     assert over.own.fits is False
     assert f"(tight); with margin fits {brief(first.recipe)}, " in verdict(over)[0]
     assert over.found is not None

@@ -12,7 +12,7 @@ PRESETS = model_presets()
 
 
 @pytest.mark.parametrize("name", list(PRESETS))
-def test_flops_are_those_of_the_formula(name: str) -> None:
+def test_flops_match_the_formula(name: str) -> None:
     model = PRESETS[name]
     width = model.num_hidden_layers * model.num_attention_heads * model.head_dim
     for length in (256, 3000, 4096, 131072):
@@ -40,7 +40,7 @@ def test_a_gpt_without_gate() -> None:
     assert model.parameters() == pytest.approx(39.1e9, rel=0.005)
 
 
-def test_tensor_parallel_cuts_all_but_norms() -> None:
+def test_tensor_parallel_splits_all_but_norms() -> None:
     model = PRESETS["qwen2.5-72b"]
     assert layer_share(model, 1) == model.layer_parameters()
     assert 8 * layer_share(model, 8) == model.layer_parameters() + 7 * model.layer_norms

@@ -27,7 +27,7 @@ OURS, OLD = stacks()["seatrial"], stacks()["megatron-2021"]
 RECIPE = Recipe(2048, 256, 2, layout=Layout(tensor=8, pipeline=4, shard=4), sharding="none", recompute="full")
 
 
-def test_a_tensor_group_hands_on_parts() -> None:
+def test_a_tensor_group_sends_parts_to_the_next_stage() -> None:
     """arXiv:2104.04473 section 4.1: with sequence parallel or without, each rank sends its part of the hidden states."""
     plain = replace(RECIPE, sequence_parallel=False)
     parts = [rank_traffic(MODEL, r, FABRIC, OLD, 1).pipeline for r in (RECIPE, plain)]
@@ -75,7 +75,7 @@ def test_nccl_keeps_buffers_for_every_group() -> None:
     assert deep.reserved == pytest.approx(1.04 * deep.allocated + deep.streams + deep.runtime)
 
 
-def test_eight_bits_keep_weights_twice_and_inputs_once() -> None:
+def test_fp8_keeps_weights_twice_and_inputs_once() -> None:
     """Transformer Engine; ours has no fp8 and keeps what it kept."""
     recipe, theirs = Recipe(4096, 8, layout=Layout(shard=8), sharding="optimizer"), stacks()["megatron"]
     plain, eight = (
@@ -88,7 +88,7 @@ def test_eight_bits_keep_weights_twice_and_inputs_once() -> None:
     assert ours[0] == ours[1]
 
 
-def test_zero_bubble_keeps_gradients_until_the_weights_turn() -> None:
+def test_zero_bubble_keeps_gradients_until_the_weight_pass() -> None:
     recipe = Recipe(
         2048, 64, layout=Layout(tensor=8, pipeline=4, stages_per_rank=2, shard=4, schedule="zero-bubble")
     )
@@ -136,7 +136,7 @@ def test_memory_of_other_streams_stays_reserved() -> None:
     assert rank_memory(large, Recipe(4096, 8), OURS, 0).streams == 0  # nothing is gathered or reduced
 
 
-def test_metrics_of_training_see_logits_after_the_backward_pass() -> None:
+def test_training_metrics_keep_logits_after_the_backward_pass() -> None:
     """They count where their copies of the logits outweigh the activations that the loss stands beside."""
     foundry = stacks()["llm-foundry"]
     small = model_presets()["qwen2.5-0.5b"]

@@ -141,7 +141,7 @@ def test_more_gpus_never_need_more_memory_each(
 
 @given(recipe=recipes())
 @settings(max_examples=40, deadline=None)
-def test_recomputing_saves_memory_and_costs_time(recipe: Recipe) -> None:
+def test_recomputation_saves_memory_and_costs_time(recipe: Recipe) -> None:
     none, full = replace(recipe, recompute="none"), replace(recipe, recompute="full")
     assert predict(MODEL, full, on(recipe)).step_s > predict(MODEL, none, on(recipe)).step_s
     ours = stacks()["seatrial"]
@@ -175,7 +175,7 @@ def test_the_reference_voyage() -> None:
     assert needed < 0.05 * 128 * NDR.gb_s_per_gpu * 1e9
 
 
-def test_what_is_not_known_is_said() -> None:
+def test_unknown_speed_or_network_raises() -> None:
     with pytest.raises(UnknownNetworkError):
         predict(MODEL, VOYAGE, replace(B300, network=None))
     with pytest.raises(UnknownSpeedError, match="fp32"):
@@ -194,7 +194,7 @@ def test_every_stack_and_preset_can_be_predicted() -> None:
         assert voyage(stack).step_s > 0
 
 
-def test_capacity_is_what_nvidia_smi_shows() -> None:
+def test_capacity_matches_nvidia_smi() -> None:
     for name, mib in (
         ("H100 SXM", 81559),
         ("H200 SXM", 143771),
@@ -205,7 +205,7 @@ def test_capacity_is_what_nvidia_smi_shows() -> None:
         assert 0.97 * shown < capacity(Cluster(gpu(name), 1)) <= shown
 
 
-def test_kernels_follow_the_shape() -> None:
+def test_kernel_times_depend_on_the_shape() -> None:
     kernels = Kernels(gpu("H100 SXM"), "bf16")
     large = 2.0 * 8192**3 / kernels.product(8192, 8192, 8192)
     assert 0.85 * kernels.best < large <= kernels.best
@@ -235,7 +235,7 @@ def known_paces(*entries: Entry) -> Calibration:
 HOPPER = Entry("a", "H100 SXM", 1.3, 10, "x", "Hopper", 3)
 
 
-def test_a_pace_is_found_borrowed_or_extrapolated() -> None:
+def test_a_pace_is_calibrated_borrowed_or_extrapolated() -> None:
     known = known_paces(HOPPER)
     own, ours, new = (
         known.pace("a", gpu("H100 SXM")),
@@ -268,9 +268,9 @@ def test_intervals_are_wider_for_less_evidence() -> None:
     assert "1 row of 1 source" in known_paces(replace(one, rows=1)).pace("a", h100).source
 
 
-def test_an_unknown_architecture_is_as_those_with_most_rows() -> None:
+def test_an_unknown_architecture_has_the_mean_weighted_by_rows() -> None:
     rare = Entry("other", "B200 SXM", 1.4, 1, "y", "Blackwell")
-    chip = known_paces(HOPPER, rare).chip(gpu("A100-80GB SXM"))
+    chip = known_paces(HOPPER, rare).gpu_factor(gpu("A100-80GB SXM"))
     assert 0.9 < chip < (0.9 * 1.2) ** 0.5
 
 

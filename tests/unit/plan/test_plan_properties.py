@@ -93,7 +93,7 @@ def test_the_waterfall_adds_up_and_no_part_is_negative(case: Case) -> None:
 
 @given(case=cases())
 @EXAMPLES
-def test_traffic_is_of_the_dimensions_there_are(case: Case) -> None:
+def test_traffic_only_in_dimensions_larger_than_1(case: Case) -> None:
     sent, r = predicted(case).traffic, case.recipe
     for f in fields(Sent):
         assert 0 <= getattr(sent.leaving, f.name) <= getattr(sent, f.name) * SLACK
@@ -380,7 +380,7 @@ def test_more_gpus_need_no_more_memory_each_and_no_more_time() -> None:
         ),
     ],
 )
-def test_the_own_layout_is_never_better_than_the_best(own: tuple[str, ...]) -> None:
+def test_the_jobs_layout_is_never_better_than_the_best(own: tuple[str, ...]) -> None:
     asked = job("train.activation_checkpointing=full", *own)
     found = search(asked, replace(H100, nodes=asked.cluster.nodes))
     assert found.own is not None

@@ -50,7 +50,7 @@ def test_the_reference_cluster_is_searched() -> None:
     assert all(c.prediction.fits and c.limit for c in found.choices)
 
 
-def test_the_users_own_layout_has_a_price() -> None:
+def test_the_jobs_layout_is_compared_with_the_best() -> None:
     """TP 8 x PP 2 is not the best for 72B on 128 B300: part of its tensor-parallel traffic stays in sight, however it is sent."""
     found = reference()
     assert found.own is not None
@@ -66,7 +66,7 @@ def test_the_users_own_layout_has_a_price() -> None:
     assert best.recipe.layout.tensor < 8
 
 
-def test_only_what_the_rules_allow() -> None:
+def test_search_returns_only_legal_layouts() -> None:
     base = job()
     for choice in reference().choices:
         recipe = choice.recipe
@@ -101,7 +101,7 @@ def test_zero_bubble_without_compilation() -> None:
     assert "with compile = true gives wrong gradients" in compiled.message
 
 
-def test_what_fits_nowhere_says_how_much_is_missing() -> None:
+def test_error_states_the_least_memory_if_nothing_fits() -> None:
     small = Cluster(A100, 1, 8)
     found = search(job("cluster.nodes=1", "parallel.pipeline=1"), small)
     assert found.choices == ()
@@ -112,7 +112,7 @@ def test_what_fits_nowhere_says_how_much_is_missing() -> None:
     assert found.own_costs is None
 
 
-def test_another_size_than_the_jobs() -> None:
+def test_search_at_another_size_than_the_jobs() -> None:
     found = search(job(), replace(CLUSTER, nodes=8))
     assert found.own is None
     assert found.choices

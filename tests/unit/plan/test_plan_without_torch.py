@@ -47,14 +47,14 @@ def python(code: str, *arguments: str, folder: Path) -> subprocess.CompletedProc
     )
 
 
-def test_no_module_of_the_planner_loads_it(tmp_path: Path) -> None:
+def test_no_module_of_the_planner_loads_torch(tmp_path: Path) -> None:
     done = python(LOAD, folder=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
 
 
 @pytest.mark.cluster  # slow
 @pytest.mark.parametrize("options", [("--full", "--plain"), ("--fit", "--json")])
-def test_the_verb_loads_none_while_it_answers(options: tuple[str, ...], tmp_path: Path) -> None:
+def test_the_verb_does_not_load_torch(options: tuple[str, ...], tmp_path: Path) -> None:
     job = ["plan", str(PRESETS / "llama3-8b-h100.toml"), "--set", "train.global_batch=16"]
     done = python(RUN, *job, *options, folder=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -24,7 +24,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("schedule", "ranks", "per_rank", "m"), CASES)
-def test_every_pass_once(schedule: str, ranks: int, per_rank: int, m: int) -> None:
+def test_every_pass_runs_once(schedule: str, ranks: int, per_rank: int, m: int) -> None:
     for rank in range(ranks):
         passes = schedule_named(schedule).order(ranks, per_rank, m, rank)
         forward = [p for p in passes if p.kind == "F"]
@@ -36,7 +36,9 @@ def test_every_pass_once(schedule: str, ranks: int, per_rank: int, m: int) -> No
 
 
 @pytest.mark.parametrize(("schedule", "ranks", "per_rank", "m"), CASES)
-def test_closed_form_is_the_replay_of_equal_stages(schedule: str, ranks: int, per_rank: int, m: int) -> None:
+def test_closed_form_equals_the_replay_of_equal_stages(
+    schedule: str, ranks: int, per_rank: int, m: int
+) -> None:
     times = [Times(1.0, 2.0)] * (ranks * per_rank)
     played, said = (
         replay(schedule_named(schedule), ranks, per_rank, m, times),
@@ -64,7 +66,7 @@ def test_activations_held(schedule: str, ranks: int, per_rank: int, m: int) -> N
     data=st.data(),
 )
 @settings(max_examples=60, deadline=None)
-def test_closed_form_is_near_where_stages_differ(
+def test_closed_form_is_close_if_stages_differ(
     ranks: int, groups: int, per_rank: int, data: st.DataObject
 ) -> None:
     schedule = "1f1b" if per_rank == 1 else "interleaved-1f1b"
@@ -87,7 +89,7 @@ def test_closed_form_is_near_where_stages_differ(
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("per_rank", [2, 3])
 @pytest.mark.parametrize("groups", [1, 2, 4])
-def test_the_order_is_the_one_that_torch_carries_out(ranks: int, per_rank: int, groups: int) -> None:
+def test_the_order_is_torchs(ranks: int, per_rank: int, groups: int) -> None:
     names = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
     kinds = {"interleaved-1f1b": ScheduleInterleaved1F1B, "zero-bubble": ScheduleInterleavedZeroBubble}
     m = groups * ranks
@@ -125,7 +127,7 @@ class InOrder(PipelineSchedule):
 
 
 @pytest.mark.parametrize(("schedule", "ranks", "per_rank", "m"), CASES)
-def test_what_an_order_alone_says(schedule: str, ranks: int, per_rank: int, m: int) -> None:
+def test_a_schedule_derived_from_its_order_alone(schedule: str, ranks: int, per_rank: int, m: int) -> None:
     own = schedule_named(schedule)
     derived = InOrder(schedule, "", own.several_stages, own.split_backward)
     times = [Times(1.0, 2.0)] * (ranks * per_rank)

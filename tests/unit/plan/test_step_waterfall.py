@@ -76,7 +76,7 @@ def test_rows_add_up(values: list[float], pipeline: int, ideal: float | None, co
         waterfall_of(found.shares(predicted=is_plan), found.whole)
 
 
-def test_stages_count_where_the_plan_counts_them() -> None:
+def test_stages_map_to_the_plans_parts() -> None:
     found = step_waterfall(measured(even()), 1, model_flops_s=2.0, prediction=predicted())
     passes = 3.0 + 4.0
     assert seconds(found)[RESULT] == 2.0
@@ -90,7 +90,7 @@ def test_stages_count_where_the_plan_counts_them() -> None:
     assert (host.predicted_s, host.ratio) == (None, None)
 
 
-def test_without_a_known_peak_mfu_is_unknown_and_nothing_is_lost() -> None:
+def test_without_a_known_peak_mfu_is_unknown() -> None:
     found = step_waterfall(measured(even()), 1, model_flops_s=None, prediction=None)
     assert (found.mfu, found.rows[0].seconds, found.whole) == (None, None, "step")
     assert seconds(found)["forward and backward"] == pytest.approx(7.0)
@@ -102,7 +102,7 @@ def test_without_a_known_peak_mfu_is_unknown_and_nothing_is_lost() -> None:
     assert picture.sentence.startswith("Of the step ")
 
 
-def test_uneven_stages_count_as_the_pipelines() -> None:
+def test_uneven_stages_count_as_pipeline() -> None:
     table = even()
     table[4:, BACKWARD] += 1.0  # the second of two pipeline ranks
     table[:4, PIPELINE] += 1.0

@@ -19,11 +19,19 @@ from seatrial.job.layout import Layout
 from seatrial.job.loading import load_job
 from seatrial.job.models import model_presets
 from seatrial.job.parts import MOST, parts
-from seatrial.plan.cost.accumulate import ways
+from seatrial.plan.cost.accumulate import accumulate_options
 from seatrial.plan.cost.collectives import Fabric
 from seatrial.plan.cost.kernels import Kernels
 from seatrial.plan.cost.memory import layer_activations
-from seatrial.plan.cost.overlap import OURS, able, copied, cut, gathered, overlaps, scattered
+from seatrial.plan.cost.overlap import (
+    OURS,
+    can_overlap,
+    exposed_gather,
+    exposed_scatter,
+    overlaps,
+    part_count,
+    reorder_bytes,
+)
 from seatrial.plan.cost.predict import predict, stack_for
 from seatrial.plan.cost.stacks import stacks
 from seatrial.plan.cost.step import rank_traffic
@@ -60,12 +68,14 @@ def played(
 
 @pytest.mark.cluster  # slow
 @given(n=st.integers(1, 8), send_s=seconds, compute_s=seconds, then_s=seconds)
-def test_the_closed_form_is_the_pipeline(n: int, send_s: float, compute_s: float, then_s: float) -> None:
-    before, after = gathered(n, send_s, compute_s), scattered(n, compute_s, send_s, then_s)
+def test_the_closed_form_matches_a_simulated_pipeline(
+    n: int, send_s: float, compute_s: float, then_s: float
+) -> None:
+    before, after = exposed_gather(n, send_s, compute_s), exposed_scatter(n, compute_s, send_s, then_s)
     assert n * compute_s + before == pytest.approx(played(n, send_s, compute_s, 0.0, gathers=True))
     whole = played(n, send_s, compute_s, then_s, gathers=False)
     assert n * compute_s + then_s + after == pytest.approx(whole)
-    again = scattered(n, compute_s, send_s, then_s, regathered=True)
+    again = exposed_scatter(n, compute_s, send_s, then_s, regathered=True)
     whole = played(n, send_s, compute_s, then_s, gathers=False, first_s=n * send_s)
     assert n * compute_s + then_s + again == pytest.approx(whole)
     # Never less than nothing, never more than there is; hidden is at most what is computed meanwhile.
@@ -74,23 +84,23 @@ def test_the_closed_form_is_the_pipeline(n: int, send_s: float, compute_s: float
         assert n * send_s - seen <= meanwhile + 1e-9
 
 
-def test_by_hand() -> None:
+def test_exposed_times_by_hand() -> None:
     """Parts of 3 s on the links and 2 s in the product, then the other way round."""
     assert (
-        gathered(2, 3.0, 2.0) == 4.0
+        exposed_gather(2, 3.0, 2.0) == 4.0
     )  # links until 3 and 6, products until 5 and 8, of which 4 is computing
-    assert gathered(2, 2.0, 3.0) == 2.0  # only the first is waited for
-    assert scattered(2, 2.0, 3.0) == 4.0  # products until 2 and 4, links until 5 and 8
-    assert scattered(2, 2.0, 3.0, then_s=3.0) == 1.0  # weights' gradients until 7
-    assert scattered(2, 2.0, 3.0, then_s=5.0) == 0.0
-    assert scattered(2, 2.0, 3.0, regathered=True) == 8.0  # links until 12
-    assert gathered(1, 3.0, 2.0) == 3.0
+    assert exposed_gather(2, 2.0, 3.0) == 2.0  # only the first is waited for
+    assert exposed_scatter(2, 2.0, 3.0) == 4.0  # products until 2 and 4, links until 5 and 8
+    assert exposed_scatter(2, 2.0, 3.0, then_s=3.0) == 1.0  # weights' gradients until 7
+    assert exposed_scatter(2, 2.0, 3.0, then_s=5.0) == 0.0
+    assert exposed_scatter(2, 2.0, 3.0, regathered=True) == 8.0  # links until 12
+    assert exposed_gather(1, 3.0, 2.0) == 3.0
 
 
 def test_a_layer_of_the_reference_voyage_by_hand() -> None:
     """Each place of a layer from the times of its parts; products of the width that a tensor-parallel rank has."""
     stack, fabric = stacks()["seatrial-compiled"], Fabric(B300)
-    kernels, pace, n = Kernels(B300.gpu, "bf16", "flash2"), 1.25, cut(ASYNC)
+    kernels, pace, n = Kernels(B300.gpu, "bf16", "flash2"), 1.25, part_count(ASYNC)
     rows, h = 8 * 4096 // n, 8192
     c = fabric.seconds("all_gather", 2.0 * rows * h, tensor_group(ASYNC, fabric))
     qkv, out, up, down = (8192 + 2 * 1024) // 8, 8192 // 8, 2 * 29568 // 8, 29568 // 8
@@ -103,16 +113,16 @@ def test_a_layer_of_the_reference_voyage_by_hand() -> None:
         return pace * kernels.product(depth, width, 8 * 4096)
 
     forward = [
-        gathered(n, c, product(qkv, h)),
-        scattered(n, product(h, out), c),
-        gathered(n, c, product(up, h)),
-        scattered(n, product(h, down), c),
+        exposed_gather(n, c, product(qkv, h)),
+        exposed_scatter(n, product(h, out), c),
+        exposed_gather(n, c, product(up, h)),
+        exposed_scatter(n, product(h, down), c),
     ]
     backward = [
-        scattered(n, product(h, qkv), c, weights(qkv, h), regathered=True),
-        gathered(n, c, product(out, h)),
-        scattered(n, product(h, up), c, weights(up, h), regathered=True),
-        gathered(n, c, product(down, h)),
+        exposed_scatter(n, product(h, qkv), c, weights(qkv, h), regathered=True),
+        exposed_gather(n, c, product(out, h)),
+        exposed_scatter(n, product(h, up), c, weights(up, h), regathered=True),
+        exposed_gather(n, c, product(down, h)),
     ]
     assert made.forward.tensor == pytest.approx(sum(forward))
     assert made.backward.tensor == pytest.approx(sum(backward))
@@ -132,19 +142,19 @@ def test_a_layer_of_the_reference_voyage_by_hand() -> None:
     later = work(MODEL, late, fabric, stack, pace).backward.tensor
     assert later == pytest.approx(
         sum(backward[1::2])
-        + scattered(n, product(h, qkv), c)
-        + scattered(n, product(h, up), c)
+        + exposed_scatter(n, product(h, qkv), c)
+        + exposed_scatter(n, product(h, up), c)
         + 2 * n * c  # gathered again for the weights' gradients
     )
 
 
-def test_only_this_trainer_hides_it_so() -> None:
+def test_only_this_trainers_stacks_overlap() -> None:
     for name, stack in stacks().items():
-        assert able(ASYNC, stack) == (name in OURS)
+        assert can_overlap(ASYNC, stack) == (name in OURS)
         assert overlaps(ASYNC, stack) == (name in OURS)
         assert not overlaps(PLAIN, stack)
         one = replace(ASYNC, layout=replace(ASYNC.layout, tensor=1, shard=64))
-        assert not able(one, stack)
+        assert not can_overlap(one, stack)
         if name not in OURS:
             steps = [predict(MODEL, r, B300, stack=name).parts for r in (ASYNC, PLAIN)]
             assert steps[0] == steps[1]
@@ -159,18 +169,20 @@ def test_the_reference_voyage_is_faster_with_it() -> None:
     assert hidden.traffic == plain.traffic
 
 
-def test_copies_for_the_order_of_positions() -> None:
+def test_bytes_of_reordering_positions() -> None:
     """parallel/collectives.py and parallel/overlap.py: 16-bit values, read and written."""
     ours, theirs = stacks()["seatrial"], stacks()["torchtitan"]
     tokens = 8 * 4096
-    assert copied(MODEL, PLAIN, ours) == 4 * 4 * tokens * 8192
-    assert copied(MODEL, PLAIN, theirs) == 0
-    assert copied(MODEL, replace(PLAIN, layout=replace(PLAIN.layout, tensor=1, shard=64)), ours) == 0
-    assert copied(MODEL, replace(PLAIN, microbatch=1), ours) == 0
-    assert copied(MODEL, ASYNC, ours) == 4 * tokens * (8192 + 2 * 1024 + 8192) / 8
-    assert copied(MODEL, replace(ASYNC, microbatch=2), ours) == 0  # parts of one sequence stand in order
+    assert reorder_bytes(MODEL, PLAIN, ours) == 4 * 4 * tokens * 8192
+    assert reorder_bytes(MODEL, PLAIN, theirs) == 0
+    assert reorder_bytes(MODEL, replace(PLAIN, layout=replace(PLAIN.layout, tensor=1, shard=64)), ours) == 0
+    assert reorder_bytes(MODEL, replace(PLAIN, microbatch=1), ours) == 0
+    assert reorder_bytes(MODEL, ASYNC, ours) == 4 * tokens * (8192 + 2 * 1024 + 8192) / 8
+    assert (
+        reorder_bytes(MODEL, replace(ASYNC, microbatch=2), ours) == 0
+    )  # parts of one sequence stand in order
     plain, more = (work(MODEL, r, Fabric(B300), ours, 1.0).forward.operators for r in (ASYNC, PLAIN))
-    moved = copied(MODEL, PLAIN, ours) - copied(MODEL, ASYNC, ours)
+    moved = reorder_bytes(MODEL, PLAIN, ours) - reorder_bytes(MODEL, ASYNC, ours)
     assert more - plain == pytest.approx(Kernels(B300.gpu, "bf16").move(moved))
 
 
@@ -196,15 +208,15 @@ def test_the_number_of_parts_is_near_the_best() -> None:
             )
             steps, chosen = {}, parts(micro, 4096 // tensor)
             for n in (2, 3, 4, 8):
-                with patch.object(work_module, "cut", lambda _, n=n: n):
+                with patch.object(work_module, "part_count", lambda _, n=n: n):
                     steps[n] = predict(model, recipe, at).step_s
             assert steps[chosen] <= 1.02 * min(steps.values())
-    with patch.object(work_module, "cut", lambda _: 4):
+    with patch.object(work_module, "part_count", lambda _: 4):
         four = predict(MODEL, replace(ASYNC, microbatch=1), B300).step_s
     assert four > predict(MODEL, replace(PLAIN, microbatch=1), B300).step_s
 
 
-def test_the_only_published_pair_gained_less() -> None:
+def test_the_published_pair_gained_less_than_predicted() -> None:
     """torchtitan, December 2024: 829 tokens/s/GPU without and 876 with its own overlap, in fp8. What docs/plan.md tells of it."""
     model, at = (
         model_presets()["llama3-70b"],
@@ -218,7 +230,7 @@ def test_the_only_published_pair_gained_less() -> None:
         plain, hidden = (predict(model, replace(recipe, async_tensor=a), at).step_s for a in (False, True))
         return plain / hidden - 1
 
-    with patch.object(work_module, "copied", lambda *_: 0.0):
+    with patch.object(work_module, "reorder_bytes", lambda *_: 0.0):
         beside_copies = gain()
     assert 876 / 829 - 1 < beside_copies < gain()
     assert beside_copies == pytest.approx(0.11, abs=0.01)
@@ -260,11 +272,11 @@ def test_better_links_and_processors_are_never_slower(case: Case, factor: float)
 
 @given(case=overlapped())
 @EXAMPLES
-def test_nothing_is_hidden_that_nothing_is_computed_beside(case: Case) -> None:
+def test_no_overlap_without_computation(case: Case) -> None:
     """Of every pass: communication in sight and hidden is all there is, and hidden is no longer than products."""
     recipe, stack, fabric = case.recipe, stack_for(case.recipe), Fabric(case.cluster)
     made = work(case.model, recipe, fabric, stack, 1.0)
-    n = cut(recipe)
+    n = part_count(recipe)
     n_bytes = 2.0 * recipe.tokens * case.model.hidden_size
     group = tensor_group(recipe, fabric)
     each = fabric.seconds("all_gather", n_bytes / n, group)
@@ -281,7 +293,7 @@ def test_nothing_is_hidden_that_nothing_is_computed_beside(case: Case) -> None:
 
 
 @given(st.integers(1, 64), st.integers(1, 4096))
-def test_parts_divide_what_they_cut(microbatch: int, positions: int) -> None:
+def test_parts_divide_sequences_or_positions(microbatch: int, positions: int) -> None:
     n = parts(microbatch, positions)
     assert 1 <= n <= MOST
     assert microbatch % n == 0 or positions % n == 0
@@ -297,14 +309,16 @@ def job(preset: str, *overrides: str) -> Job:
 
 
 @pytest.mark.cluster  # slow
-def test_the_search_loses_nothing_by_not_trying_all() -> None:
+def test_pruned_search_finds_the_same_best_layouts() -> None:
     """Every legal layout with and without, predicted one by one, gives the same best ones."""
     base = job("llama3-8b-h100")
     model, cluster = base.architecture, Cluster(gpu("H100 SXM"), 1, 8)
     best: dict[tuple[int, int], float] = {}
-    for recipe in (way for layout in legal(base, cluster, Counter()) for way in ways(base, layout)):
+    for recipe in (
+        way for layout in legal(base, cluster, Counter()) for way in accumulate_options(base, layout)
+    ):
         for one in (recipe, replace(recipe, async_tensor=True)):
-            if one.async_tensor and not able(one, stack_for(one)):
+            if one.async_tensor and not can_overlap(one, stack_for(one)):
                 continue
             found = predict(model, one, cluster)
             key = (one.layout.tensor, one.layout.pipeline)
@@ -330,7 +344,7 @@ def test_async_tensor_is_chosen_for_large_but_not_tiny_layers() -> None:
     assert not any(c.recipe.async_tensor for c in few)
 
 
-def test_other_software_is_asked_without() -> None:
+def test_other_stacks_are_predicted_without_async_tensor() -> None:
     found = search(job("qwen2.5-72b-b300"), B300, stack="nemo", microbatches=(2,), recomputes=("none",))
     assert found.own is not None
     assert not found.own.recipe.async_tensor

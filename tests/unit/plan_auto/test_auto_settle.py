@@ -41,7 +41,7 @@ def told(root: Path) -> list[str]:
     return [e.message for e in read_events(RunFolder(root / "first-voyage"))[0] if e.kind == "layout_chosen"]
 
 
-def test_a_job_with_a_layout_stays_as_it_is(tmp_path: Path) -> None:
+def test_a_job_with_a_layout_is_unchanged(tmp_path: Path) -> None:
     settled = settle(voyage(), RunFolder(tmp_path / "x"))
     assert settle(settled, RunFolder(tmp_path / "x")) is settled
 
@@ -62,7 +62,7 @@ def test_the_choice_is_in_plan_json_job_toml_and_events(tmp_path: Path) -> None:
     assert (again.layout, again.is_open) == (settled.layout, False)
 
 
-def test_a_resume_takes_the_recorded_choice(tmp_path: Path) -> None:
+def test_a_resume_reuses_the_recorded_choice(tmp_path: Path) -> None:
     """Also one that would not be chosen today."""
     start(voyage(), tmp_path)
     other = {**plan(tmp_path)["layout"], "tensor": 2, "shard": 4}
@@ -77,7 +77,7 @@ def test_a_resume_takes_the_recorded_choice(tmp_path: Path) -> None:
     assert len(told(tmp_path)) == 1
 
 
-def test_another_cluster_is_planned_anew_and_said(tmp_path: Path) -> None:
+def test_a_changed_cluster_is_planned_again_with_a_reason(tmp_path: Path) -> None:
     start(voyage(), tmp_path)
     settled, notes = start(voyage("cluster.nodes=1"), tmp_path)
     assert settled.layout.world_size == 4
@@ -95,7 +95,7 @@ def test_another_cluster_is_planned_anew_and_said(tmp_path: Path) -> None:
         ("train.accumulate=whole", "train.accumulate changed: sharded -> whole"),
     ],
 )
-def test_what_was_chosen_with_it_and_is_now_written(tmp_path: Path, override: str, why: str) -> None:
+def test_a_chosen_setting_that_the_job_now_sets(tmp_path: Path, override: str, why: str) -> None:
     start(voyage(), tmp_path)
     settled, _ = start(voyage(override), tmp_path)
     assert settled.chosen is not None
@@ -125,7 +125,7 @@ def test_a_recorded_layout_that_the_rules_refuse_now(tmp_path: Path) -> None:
         {"async_tensor": "perhaps"},
     ],
 )
-def test_a_damaged_record_is_chosen_anew(tmp_path: Path, damage: dict[str, object]) -> None:
+def test_with_a_damaged_record_it_chooses_again(tmp_path: Path, damage: dict[str, object]) -> None:
     first, _ = start(voyage(), tmp_path)
     path = tmp_path / "first-voyage" / "plan.json"
     edit(path, chosen={**plan(tmp_path)["chosen"], **damage})
@@ -163,14 +163,14 @@ def test_async_tensor_parallel_is_chosen_recorded_and_resumed(tmp_path: Path) ->
     assert settle(j, folder).parallel == first.parallel.model_copy(update={"async_tensor": False})
 
 
-def test_where_no_speed_is_known_it_is_left_out() -> None:
+def test_without_speeds_async_tensor_is_not_chosen() -> None:
     settled = settle(voyage("cluster.nodes=2"), RunFolder(Path("/nowhere")))
     assert settled.chosen is not None
     assert settled.chosen["async_tensor"] is False
     assert not settled.parallel.async_tensor
 
 
-def test_fresh_chooses_anew(tmp_path: Path) -> None:
+def test_fresh_chooses_again(tmp_path: Path) -> None:
     start(voyage(), tmp_path)
     settled, _ = start(voyage(), tmp_path, fresh=True)
     assert settled.chosen is not None
@@ -178,7 +178,7 @@ def test_fresh_chooses_anew(tmp_path: Path) -> None:
     assert len(told(tmp_path)) == 1  # in the new folder
 
 
-def test_the_reasons_stay_with_the_layout_however_it_is_started(tmp_path: Path) -> None:
+def test_reasons_are_kept_with_the_layout_by_every_start(tmp_path: Path) -> None:
     """torchrun reads job.toml, where the layout is written out."""
     start(voyage(), tmp_path)
     chosen = plan(tmp_path)["chosen"]
@@ -201,7 +201,7 @@ def test_view_ignores_a_start_that_did_nothing(tmp_path: Path) -> None:
     assert read_view(folder).generation == before
 
 
-def test_the_virtual_cluster_computes_on_what_is_here(
+def test_a_virtual_cluster_uses_this_machines_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     j = open_job("qwen2.5-7b-h200")
@@ -222,13 +222,13 @@ def test_the_virtual_cluster_computes_on_what_is_here(
     assert gpu.name == "H200 SXM"  # unlike cards: the job's word stands
 
 
-def test_other_launchers_compute_on_what_the_job_names() -> None:
+def test_other_launchers_use_the_jobs_gpu() -> None:
     gpu = place_here(open_job("qwen2.5-72b-b300")).gpu
     assert gpu is not None
     assert gpu.name == "B300 SXM"
 
 
-def test_what_the_check_measured_is_what_is_chosen_for(tmp_path: Path) -> None:
+def test_the_choice_uses_measured_rates(tmp_path: Path) -> None:
     j = open_job("llama3-8b-h100", "cluster.nodes=2")
     report(tmp_path / j.name, {"gpu": gpu_rates(gemm=600.0), "rail": rails(50.0)})
     settled = settle(j, RunFolder(tmp_path / j.name))
@@ -237,14 +237,14 @@ def test_what_the_check_measured_is_what_is_chosen_for(tmp_path: Path) -> None:
     assert settled.chosen["basis"] == "speed"
 
 
-def test_nothing_is_begun_where_nothing_fits(tmp_path: Path) -> None:
+def test_no_run_is_started_if_nothing_fits(tmp_path: Path) -> None:
     j = open_job("qwen2.5-72b-b300", "cluster.nodes=1", "cluster.gpu=A100-40GB SXM")
     with pytest.raises(InputError):
         settle(j, RunFolder(tmp_path / j.name))
     assert not (tmp_path / j.name).exists()
 
 
-def test_names_as_the_driver_tells_them(tmp_path: Path) -> None:
+def test_gpu_names_from_the_driver(tmp_path: Path) -> None:
     for i, text in enumerate(("Model: \t\t NVIDIA H200\nIRQ: 5\n", "Model:  NVIDIA H200\n", "IRQ: 7\n")):
         folder = tmp_path / "driver/nvidia/gpus" / f"0000:{i}:00.0"
         folder.mkdir(parents=True)

@@ -14,14 +14,14 @@ from auto_cases import all_reduce, gpu_rates, job, made, rails, report, storage
 
 from seatrial.plan.cost.calibration import shipped
 from seatrial.plan.cost.predict import predict
-from seatrial.plan.model.place import place_of
+from seatrial.plan.model.place import hardware_of
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.report.measured import measured_rates
 
 pytestmark = pytest.mark.cluster  # slow together
 
 JOB = job()
-PLACE = place_of(JOB)
+PLACE = hardware_of(JOB)
 MODEL, RECIPE = JOB.architecture, Recipe.of(JOB)
 WRONG = (None, [], {}, "x", -1, 0, 1e308, True, 10**400, 1e-300, [{}], {"a": 1})
 
@@ -47,7 +47,7 @@ def put(document: Any, at: tuple[Any, ...], value: Any) -> Any:
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda w: str(w)[:8])
-def test_any_wrong_value_is_left_out(wrong: Any, tmp_path: Path) -> None:
+def test_any_invalid_value_is_ignored(wrong: Any, tmp_path: Path) -> None:
     folder = tmp_path / "auto"
     rates = {"gpu": gpu_rates(gemm=650.0, hbm=2600.0, p2p=370.0), "rail": rails(390.0)}
     report(folder, rates | {"all_reduce": [all_reduce(1, 340.0)], "node": storage(2.0, 2.4)})
@@ -66,7 +66,7 @@ def test_any_wrong_value_is_left_out(wrong: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["NaN", "Infinity", *WRONG], ids=lambda w: str(w)[:8])
-def test_any_wrong_figure_of_a_run_is_left_out(wrong: Any, tmp_path: Path) -> None:
+def test_any_invalid_figure_of_a_run_is_ignored(wrong: Any, tmp_path: Path) -> None:
     file = made(tmp_path, JOB, 12.0).metrics
     whole = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     cluster = PLACE.cluster
@@ -79,7 +79,7 @@ def test_any_wrong_figure_of_a_run_is_left_out(wrong: Any, tmp_path: Path) -> No
         assert 0 < p.low_s < p.high_s < math.inf
 
 
-def test_nobody_waits_for_a_report_that_is_a_pipe(tmp_path: Path) -> None:
+def test_a_report_that_is_a_pipe_does_not_block(tmp_path: Path) -> None:
     reports = tmp_path / JOB.name / "reports"
     reports.mkdir(parents=True)
     os.mkfifo(reports / "check.json")

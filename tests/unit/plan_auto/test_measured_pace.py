@@ -30,7 +30,7 @@ def usual() -> float:
 
 
 @pytest.mark.parametrize("factor", [0.8, 1.0, 1.5])
-def test_the_prediction_of_a_run_that_was_made_is_what_it_took(tmp_path: Path, factor: float) -> None:
+def test_a_measured_run_is_predicted_with_its_step_time(tmp_path: Path, factor: float) -> None:
     j, step = job(), usual() * factor
     made(tmp_path, j, step)
     found = measured_rates(tmp_path / "auto", j)
@@ -43,7 +43,7 @@ def test_the_prediction_of_a_run_that_was_made_is_what_it_took(tmp_path: Path, f
     assert found.provenance == tuple(t for t in found.provenance if t.startswith("pace"))
 
 
-def test_the_rates_of_a_check_and_the_pace_belong_together(tmp_path: Path) -> None:
+def test_a_pace_is_derived_with_the_measured_rates(tmp_path: Path) -> None:
     j, step = job(), usual() * 1.2
     made(tmp_path, j, step)
     report(tmp_path / "auto", {"gpu": gpu_rates(gemm=600.0), "all_reduce": [all_reduce(2, 150.0)]})
@@ -54,7 +54,7 @@ def test_the_rates_of_a_check_and_the_pace_belong_together(tmp_path: Path) -> No
     assert p.step_s == pytest.approx(step, rel=1e-4)
 
 
-def test_runs_beside_it_count_and_other_paces_stay(tmp_path: Path) -> None:
+def test_sibling_runs_are_used_and_other_paces_are_kept(tmp_path: Path) -> None:
     """Another name, layout and batch, the same model: a pace is of the stack and the GPU."""
     made(tmp_path, job("name=one", "parallel.tensor=2"), 30.0)
     made(tmp_path, job("name=two", "train.global_batch=64"), 30.0)
@@ -70,7 +70,7 @@ def test_runs_beside_it_count_and_other_paces_stay(tmp_path: Path) -> None:
     assert entry.spread > 0.08
 
 
-def test_runs_of_a_scaling_test_count_but_not_for_themselves(tmp_path: Path) -> None:
+def test_runs_of_a_scaling_test_are_not_used_for_themselves(tmp_path: Path) -> None:
     scaled = tmp_path / ".scale/auto-20261125-120000"
     scaled.mkdir(parents=True)
     (scaled / "scale.json").write_text("{}")
@@ -92,12 +92,12 @@ def test_without_compilation_it_is_another_stack(tmp_path: Path) -> None:
     [
         ({"device": "NVIDIA H200"}, "it ran on NVIDIA H200"),
         ({"device": "cpu"}, "it ran on cpu"),
-        ({"steps": 20}, "15 steps that count, and 20 are needed"),
-        ({"ranks": 8}, "0 steps that count"),
+        ({"steps": 20}, "15 usable steps, 20 are needed"),
+        ({"ranks": 8}, "0 usable steps"),
         ({"wait_s": 5.0}, "waiting for data"),
     ],
 )
-def test_runs_that_tell_of_something_else(tmp_path: Path, more: dict[str, object], text: str) -> None:
+def test_unusable_runs_and_their_reasons(tmp_path: Path, more: dict[str, object], text: str) -> None:
     made(tmp_path, job(), 25.0, **more)  # type: ignore[arg-type]
     found = measured_rates(tmp_path / "auto", job())
     assert found.paces == ()
@@ -105,19 +105,19 @@ def test_runs_that_tell_of_something_else(tmp_path: Path, more: dict[str, object
     assert found.calibration(shipped()) is shipped()
 
 
-def test_steps_that_no_pace_explains(tmp_path: Path) -> None:
+def test_steps_that_no_pace_reproduces(tmp_path: Path) -> None:
     made(tmp_path, job(), 1e-3)
     found = measured_rates(tmp_path / "auto", job())
     assert "no pace reproduces" in found.unused[0]
 
 
-def test_another_model_is_none_of_ours(tmp_path: Path) -> None:
+def test_runs_of_another_model_are_ignored(tmp_path: Path) -> None:
     other = job("model.num_hidden_layers=16")
     made(tmp_path, other, 25.0)
     assert measured_rates(tmp_path / "auto", job()).unused == ()
 
 
-def test_damaged_runs_are_passed_over(tmp_path: Path) -> None:
+def test_damaged_runs_are_ignored(tmp_path: Path) -> None:
     folder = made(tmp_path, job(), 25.0)
     folder.job_toml.write_text("name = 1\n")
     (tmp_path / "no-run").mkdir()

@@ -15,7 +15,7 @@ from seatrial.hardware.networks import find_network
 from seatrial.plan.cost.collectives import Fabric
 from seatrial.plan.cost.kernels import Kernels
 from seatrial.plan.model.cluster import Cluster, Group
-from seatrial.plan.model.place import place_of
+from seatrial.plan.model.place import hardware_of
 from seatrial.plan.report.measured import Measured, measured_rates
 
 H100 = find_gpu("H100 SXM")
@@ -25,15 +25,15 @@ assert NDR is not None
 CLUSTER = Cluster(H100, 2, 8, NDR)
 
 
-def test_a_run_that_was_never_checked_changes_nothing(tmp_path: Path) -> None:
+def test_without_a_check_nothing_changes(tmp_path: Path) -> None:
     found = measured_rates(tmp_path / "auto", job())
     assert found == Measured()
     assert found.apply(CLUSTER) == CLUSTER
-    place = place_of(job())
+    place = hardware_of(job())
     assert found.at(place) == place
 
 
-def test_the_model_reaches_what_was_measured(tmp_path: Path) -> None:
+def test_the_model_reaches_the_measured_rates(tmp_path: Path) -> None:
     """Whatever shares of a rate the model reckons with: what comes out is what the check read."""
     measured = {
         "gpu": gpu_rates(gemm=650.0, hbm=2600.0, h2d=50.0, p2p=370.0),
@@ -59,7 +59,7 @@ def test_the_model_reaches_what_was_measured(tmp_path: Path) -> None:
     assert found.unused == ()
 
 
-def test_three_shapes_miss_a_few_per_cent_of_the_best_of_many(tmp_path: Path) -> None:
+def test_gemm_rates_within_the_error_of_three_shapes_are_unused(tmp_path: Path) -> None:
     report(tmp_path / "auto", {"gpu": gpu_rates(gemm=760.0)})
     found = measured_rates(tmp_path / "auto", job())
     assert found.apply(CLUSTER).gpu.best_bf16_tflops == H100.best_bf16_tflops
@@ -68,7 +68,7 @@ def test_three_shapes_miss_a_few_per_cent_of_the_best_of_many(tmp_path: Path) ->
     assert measured_rates(tmp_path / "auto", job()).apply(CLUSTER).gpu.best_bf16_tflops == 810.0
 
 
-def test_a_slow_gpu_among_good_ones_is_told(tmp_path: Path) -> None:
+def test_a_slow_gpu_is_reported(tmp_path: Path) -> None:
     rates = gpu_rates(gemm=700.0)
     rates["gemm"]["min"] = 500.0
     report(tmp_path / "auto", {"gpu": rates})
@@ -77,7 +77,7 @@ def test_a_slow_gpu_among_good_ones_is_told(tmp_path: Path) -> None:
     )
 
 
-def test_sums_inside_the_switch_say_nothing_of_gathers(tmp_path: Path) -> None:
+def test_all_reduce_by_nvls_is_not_used(tmp_path: Path) -> None:
     report(tmp_path / "auto", {"gpu": gpu_rates(p2p=376.0), "all_reduce": [all_reduce(1, 475.0)]})
     found = measured_rates(tmp_path / "auto", job())
     assert found.ring_gb_s is None
@@ -88,7 +88,7 @@ def test_sums_inside_the_switch_say_nothing_of_gathers(tmp_path: Path) -> None:
     assert Fabric(found.apply(CLUSTER)).bandwidth(Group(8, 8)) == pytest.approx(200e9)
 
 
-def test_a_network_nobody_named_is_known_by_its_ports(tmp_path: Path) -> None:
+def test_an_unnamed_network_is_known_from_its_ports(tmp_path: Path) -> None:
     report(tmp_path / "auto", {"gpu": gpu_rates(), "rail": rails(380.0)})
     found = measured_rates(tmp_path / "auto", job())
     network = found.apply(Cluster(CLUSTER.gpu, 2, 8, None)).network
@@ -99,10 +99,10 @@ def test_a_network_nobody_named_is_known_by_its_ports(tmp_path: Path) -> None:
     assert network.gb_s_per_gpu == fabric.cluster.network.gb_s_per_gpu  # type: ignore[union-attr]
 
 
-def test_a_network_that_somebody_asks_about_stays(tmp_path: Path) -> None:
+def test_an_explicit_network_is_kept(tmp_path: Path) -> None:
     report(tmp_path / "auto", {"gpu": gpu_rates(hbm=2600.0), "rail": rails(380.0)})
     found = measured_rates(tmp_path / "auto", job())
-    asked = place_of(job(), "RoCE 4x100")
+    asked = hardware_of(job(), "RoCE 4x100")
     place = found.at(asked, keep_network=True)
     assert place.network == asked.network
     assert place.gpu != asked.gpu
@@ -110,7 +110,7 @@ def test_a_network_that_somebody_asks_about_stays(tmp_path: Path) -> None:
     assert any("network ports" in text for text in found.at(asked).provenance)
 
 
-def test_ports_that_do_not_divide_by_nodes_say_too_little(tmp_path: Path) -> None:
+def test_ports_that_do_not_divide_by_nodes_are_not_used(tmp_path: Path) -> None:
     report(tmp_path / "auto", {"gpu": gpu_rates(), "rail": rails(380.0, ports=15)})
     found = measured_rates(tmp_path / "auto", job())
     assert found.node_gb_s is None
@@ -124,7 +124,7 @@ def test_all_reduce_as_fast_as_intra_node_is_not_a_network_rate(tmp_path: Path) 
     assert "not slower" in found.unused[0]
 
 
-def test_a_sum_that_no_ring_over_these_cards_reaches(tmp_path: Path) -> None:
+def test_all_reduce_above_the_nics_rate_is_not_used(tmp_path: Path) -> None:
     """Over two nodes a sum inside each node first halves what crosses: 300 GB/s say nothing of cards of 200."""
     named = job("cluster.network=InfiniBand HDR 8x200")
     report(tmp_path / "auto", {"gpu": gpu_rates(), "all_reduce": [all_reduce(2, 300.0)]})
@@ -148,12 +148,12 @@ def test_a_sum_that_no_ring_over_these_cards_reaches(tmp_path: Path) -> None:
         ("text", "no rate at all"),
     ],
 )
-def test_sums_that_are_not_what_training_does(tmp_path: Path, one: object, why: str) -> None:
+def test_all_reduces_unlike_trainings_are_not_used(tmp_path: Path, one: object, why: str) -> None:
     report(tmp_path / "auto", {"gpu": gpu_rates(), "all_reduce": [one]})
     assert measured_rates(tmp_path / "auto", job()).node_gb_s is None, why
 
 
-def test_send_and_receive_where_nothing_else_is(tmp_path: Path) -> None:
+def test_send_and_receive_is_the_last_resort(tmp_path: Path) -> None:
     def pair(how: str) -> dict[str, object]:
         return {**rails(800.0, ports=2), "algorithm": f"{how} send and receive"}
 
@@ -177,22 +177,22 @@ def test_report_of_another_gpu_type_only_provides_storage_rate(tmp_path: Path) -
     assert "not in the catalogue" in measured_rates(tmp_path / "auto", job()).unused[0]
 
 
-def test_a_job_that_names_no_gpu_gets_the_one_that_was_checked(tmp_path: Path) -> None:
+def test_a_job_without_a_gpu_uses_the_checked_one(tmp_path: Path) -> None:
     nameless = job("cluster.gpu=unheard of")
-    assert place_of(nameless).gpu is None
+    assert hardware_of(nameless).gpu is None
     report(tmp_path / "auto", {"gpu": gpu_rates("NVIDIA H200", gemm=600.0), "rail": rails(380.0)})
-    place = measured_rates(tmp_path / "auto", nameless).at(place_of(nameless))
+    place = measured_rates(tmp_path / "auto", nameless).at(hardware_of(nameless))
     assert place.gpu is not None
     assert (place.gpu.name, place.why_no_gpu) == ("H200 SXM", "")
     assert place.cluster is not None
     assert any("600" in text for text in place.provenance)
 
 
-def test_an_assumed_network_that_was_measured_is_no_assumption(tmp_path: Path) -> None:
+def test_a_measured_network_replaces_the_assumption(tmp_path: Path) -> None:
     named = job(preset="qwen2.5-72b-b300")
     cluster = named.cluster.model_copy(update={"network": None})
     nameless = replace(named, file=named.file.model_copy(update={"cluster": cluster}))
-    assumed = place_of(nameless)
+    assumed = hardware_of(nameless)
     assert assumed.network_is_assumed
     report(tmp_path / "r", {"gpu": gpu_rates("NVIDIA B300 SXM6 AC"), "rail": rails(390.0)})
     place = measured_rates(tmp_path / "r", nameless).at(assumed)
@@ -205,14 +205,14 @@ def test_an_assumed_network_that_was_measured_is_no_assumption(tmp_path: Path) -
     ("days", "simulated", "text"),
     [(31.0, "", "31 days old"), (0.0, "cluster.toml", "simulated")],
 )
-def test_what_is_old_or_invented_is_not_used(tmp_path: Path, days: float, simulated: str, text: str) -> None:
+def test_old_or_simulated_rates_are_not_used(tmp_path: Path, days: float, simulated: str, text: str) -> None:
     report(tmp_path / "auto", {"gpu": gpu_rates(gemm=500.0)}, days=days, simulated=simulated)
     found = measured_rates(tmp_path / "auto", job())
     assert found.products_tflops is None
     assert text in found.unused[0]
 
 
-def test_a_report_that_does_not_say_when_is_as_old_as_its_file(tmp_path: Path) -> None:
+def test_a_report_without_time_is_as_old_as_its_file(tmp_path: Path) -> None:
     file = report(tmp_path / "auto", {"gpu": gpu_rates(gemm=500.0)})
     edit(file, time=None)
     assert measured_rates(tmp_path / "auto", job()).products_tflops == 500.0
@@ -224,7 +224,7 @@ def test_a_report_that_does_not_say_when_is_as_old_as_its_file(tmp_path: Path) -
 @pytest.mark.parametrize(
     "content", ["", "{", "[]", '{"schema_version": 2}', '{"schema_version": 1, "measured": []}', "[" * 100000]
 )
-def test_a_damaged_report_is_said_and_left(tmp_path: Path, content: str) -> None:
+def test_a_damaged_report_is_reported_and_not_used(tmp_path: Path, content: str) -> None:
     report(tmp_path / "auto", {}).write_text(content)
     found = measured_rates(tmp_path / "auto", job())
     assert found.provenance == ()
@@ -232,7 +232,7 @@ def test_a_damaged_report_is_said_and_left(tmp_path: Path, content: str) -> None
     assert "check.json" in found.unused[0]
 
 
-def test_strange_values_inside_a_report_are_passed_over(tmp_path: Path) -> None:
+def test_invalid_values_in_a_report_are_ignored(tmp_path: Path) -> None:
     file = report(tmp_path / "auto", {"gpu": gpu_rates(gemm=650.0)})
     measured = json.loads(file.read_text())["measured"]
     for strange in (
@@ -254,6 +254,6 @@ def test_strange_values_inside_a_report_are_passed_over(tmp_path: Path) -> None:
         measured_rates(tmp_path / "auto", job())
 
 
-def test_cpu_ranks_take_nothing(tmp_path: Path) -> None:
+def test_cpu_ranks_use_no_measurements(tmp_path: Path) -> None:
     report(tmp_path / "auto", {"gpu": gpu_rates(gemm=500.0)})
     assert measured_rates(tmp_path / "auto", job("cluster.device=cpu")) == Measured()

@@ -67,7 +67,7 @@ def within(expected: Any, found: Any) -> bool:
     return bool(expected == found)
 
 
-def test_described_sources_are_read_as_before_anybody_read_words(tmp_path: Path) -> None:
+def test_described_sources_are_read_unchanged(tmp_path: Path) -> None:
     """The expected rows were written by the reader that knew described sources alone."""
     rows, left = read(written(tmp_path / "rows.csv", *DESCRIBED))
     assert left == {}
@@ -105,7 +105,7 @@ def test_described_sources_are_read_as_before_anybody_read_words(tmp_path: Path)
         ("somebody's blog", None),
     ],
 )
-def test_words_name_a_stack(words: str, stack: str | None) -> None:
+def test_a_description_names_a_stack(words: str, stack: str | None) -> None:
     row = dict.fromkeys(COLUMNS, "")
     for field in ("source", "notes", "precision"):
         assert stack_of(row | {field: words}) == stack, field
@@ -114,7 +114,7 @@ def test_words_name_a_stack(words: str, stack: str | None) -> None:
         assert stack_of(row | {"source": words, "notes": "compared with MaxText"}) == stack
 
 
-def test_every_stack_that_words_can_name_exists() -> None:
+def test_every_stack_that_a_description_can_name_exists() -> None:
     assert {s for _, s in STACKS} - {"megatron of its year"} <= set(stacks())
 
 
@@ -147,7 +147,7 @@ def test_every_stack_that_words_can_name_exists() -> None:
         ("", "GB200", None, None),
     ],
 )
-def test_words_name_a_network(words: str, gpu: str, name: str | None, gb_s: float | None) -> None:
+def test_a_description_names_a_network(words: str, gpu: str, name: str | None, gb_s: float | None) -> None:
     found = network_of(words, gpu, 8)
     assert (None if found is None else found.name) == name
     if found is not None:
@@ -170,7 +170,7 @@ def test_row_that_states_only_a_rate_keeps_the_source_network() -> None:
     )
 
 
-def test_the_column_goes_before_what_a_source_usually_has(tmp_path: Path) -> None:
+def test_a_column_takes_precedence_over_the_source(tmp_path: Path) -> None:
     path = written(tmp_path / "rows.csv", {"source": "vTrain made up", "interconnect": "8xHDR InfiniBand"})
     (row,), _ = read(path)
     assert row.cluster.network == find_network("InfiniBand HDR 8x200")
@@ -222,9 +222,7 @@ def test_undescribed_source_is_guessed_and_marked_as_guessed(tmp_path: Path) -> 
         ({"zero_or_fsdp": "ZeRO-3 + CPU AdamW offload"}, "optimizer on the CPU"),
     ],
 )
-def test_what_stays_unknown_is_left_out_with_its_reason(
-    tmp_path: Path, row: dict[str, str], reason: str
-) -> None:
+def test_unknown_rows_are_excluded_with_a_reason(tmp_path: Path, row: dict[str, str], reason: str) -> None:
     assert why(tmp_path, **row) == reason
 
 
@@ -261,7 +259,7 @@ def memory_ratio(row: Row) -> float:
     return found
 
 
-def test_errors_are_of_described_rows_that_say_all(tmp_path: Path) -> None:
+def test_errors_use_only_fully_described_rows(tmp_path: Path) -> None:
     rows = rows_with_memory(tmp_path, {"SimuMax a": [1.3, 0.9], "torchtitan benchmarks b": [1.1]})
     known = memory_errors(rows)
     assert [(s.name, s.figures, s.above) for s in known.sources] == [
@@ -301,12 +299,12 @@ def test_a_file_without_rows_has_no_scores(tmp_path: Path, capsys: Any, monkeypa
     assert "in sample          None {}" in capsys.readouterr().out
 
 
-def test_errors_survive_their_file() -> None:
+def test_errors_survive_a_round_trip() -> None:
     known = shipped_errors()
     assert errors_from(errors_toml(known)) == known
 
 
-def test_guessed_rows_are_a_group_of_their_own_and_set_nothing(tmp_path: Path, monkeypatch: Any) -> None:
+def test_guessed_rows_are_separate_and_not_fitted(tmp_path: Path, monkeypatch: Any) -> None:
     def scored(*rows: dict[str, str]) -> tuple[dict[str, Any], str, str]:
         out, paces = tmp_path / "scores.json", tmp_path / "calibration.toml"
         argv = [

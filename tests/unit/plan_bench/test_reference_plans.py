@@ -22,7 +22,7 @@ def values(text: str) -> list[float]:
     return [float(n.replace(",", "")) for n in _FIGURE.findall(text)]
 
 
-def test_ten_plans_are_kept() -> None:
+def test_there_are_ten_reference_plans() -> None:
     assert sorted(kept()) == sorted(jobs())
     assert len(kept()) == 10
 

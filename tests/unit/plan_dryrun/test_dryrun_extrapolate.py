@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seatrial.job.layout import Layout
-from seatrial.plan.cost.dryrun_extrapolate import Axis, Grid, carry, carry_peak, grid
+from seatrial.plan.cost.dryrun_extrapolate import Axis, Grid, extrapolate, extrapolate_peak, grid
 
 PIPELINED = Layout(pipeline=2, shard=8, tensor=8)
 
 
-def test_a_large_step_is_carried_over_from_four_small_ones() -> None:
+def test_a_large_step_is_extrapolated_from_four_small_ones() -> None:
     at = grid(PIPELINED, 80, 64)
     assert at.points == [(8, 5), (8, 6), (10, 5), (10, 6)]
     assert not at.exact
@@ -27,7 +27,7 @@ def test_extrapolation_keeps_remainder_layers_in_the_same_stages() -> None:
         assert [size - min(sizes) for size in sizes] == [0, 1, 0, 0]
 
 
-def test_what_is_small_is_traced_as_it_is() -> None:
+def test_small_sizes_are_traced_without_extrapolation() -> None:
     assert grid(PIPELINED, 10, 4).points == [(10, 4)]
     assert grid(PIPELINED, 10, 4).exact
     assert grid(PIPELINED, 80, 64, whole=True).points == [(80, 64)]
@@ -35,7 +35,7 @@ def test_what_is_small_is_traced_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["interleaved-1f1b", "zero-bubble"])
-def test_several_stages_a_rank_want_multiples_of_the_pipeline(schedule: str) -> None:
+def test_several_stages_a_rank_need_multiples_of_the_pipeline(schedule: str) -> None:
     layout = Layout(pipeline=4, stages_per_rank=2, schedule=schedule)
     at = grid(layout, 80, 64)
     assert at.microbatches.traced == (16, 20)
@@ -51,7 +51,7 @@ small = st.integers(-1000, 1000)
 
 
 @given(a=small, b=small, c=small, d=small, layers=st.integers(6, 200), microbatches=st.integers(6, 200))
-def test_counts_of_the_form_are_carried_over_exactly(
+def test_counts_of_the_form_are_extrapolated_exactly(
     a: int, b: int, c: int, d: int, layers: int, microbatches: int
 ) -> None:
     def count(q: int, m: int) -> int:
@@ -59,15 +59,15 @@ def test_counts_of_the_form_are_carried_over_exactly(
 
     at = grid(Layout(), layers, microbatches)
     traces = [{"count": count(*point)} for point in at.points]
-    assert carry(at, traces) == {"count": count(layers, microbatches)}
+    assert extrapolate(at, traces) == {"count": count(layers, microbatches)}
 
 
-def test_what_a_trace_does_not_have_counts_as_nothing() -> None:
+def test_missing_keys_of_a_trace_are_0() -> None:
     at = Grid(Axis(6, (4, 5)), Axis(3, (3,)), (2, 1))
-    assert carry(at, [{}, {"x": 2}]) == {"x": 4}
+    assert extrapolate(at, [{}, {"x": 2}]) == {"x": 4}
 
 
-def test_the_highest_point_may_be_elsewhere_in_the_large_step() -> None:
+def test_the_peak_may_be_elsewhere_in_the_large_step() -> None:
     at = Grid(Axis(40, (4, 5)), Axis(3, (3,)), (2, 1))
     traces = [
         {"head": {"activations": 100}, "layer": {"activations": 40, "gradients": 8}},
@@ -77,4 +77,4 @@ def test_the_highest_point_may_be_elsewhere_in_the_large_step() -> None:
             "only here": {"x": 999},
         },
     ]
-    assert carry_peak(at, traces) == ("layer", {"activations": 400, "gradients": 80})
+    assert extrapolate_peak(at, traces) == ("layer", {"activations": 400, "gradients": 80})

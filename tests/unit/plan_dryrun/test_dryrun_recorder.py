@@ -22,7 +22,7 @@ def highest(seen: Recorder) -> int:
     return max(peak.total for peak in seen.timeline.peaks().values())
 
 
-def test_products_are_counted_and_memory_comes_and_goes() -> None:
+def test_matmul_flops_and_memory_are_recorded() -> None:
     a, b = torch.ones(3, 5), torch.ones(5, 7)
     seen = recorder()
     with seen:
@@ -61,7 +61,7 @@ def test_storage_resized_to_zero_is_a_gathered_weight() -> None:
     assert torch.UntypedStorage.resize_ is original
 
 
-def test_collectives_of_groups_that_are_no_dimension_are_refused() -> None:
+def test_collectives_of_unknown_groups_are_refused() -> None:
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     try:
         world = torch.distributed.group.WORLD
@@ -79,7 +79,7 @@ def test_collectives_of_groups_that_are_no_dimension_are_refused() -> None:
         torch.distributed.destroy_process_group()
 
 
-def test_cuda_keeps_one_number_a_row_for_a_norm() -> None:
+def test_cuda_rms_norm_saves_one_value_a_row() -> None:
     original = F.rms_norm
     with FakeTensorMode(), cuda_kernels():
         x, weight = torch.empty(6, 32, requires_grad=True), torch.empty(32, requires_grad=True)
@@ -96,7 +96,7 @@ def test_cuda_keeps_one_number_a_row_for_a_norm() -> None:
 
 
 @pytest.mark.parametrize("width", [16, 12])
-def test_cuda_attends_with_grouped_keys_as_they_are(width: int) -> None:
+def test_cuda_attention_does_not_repeat_grouped_keys(width: int) -> None:
     with FakeTensorMode(), cuda_kernels():
         q = torch.empty(2, 4, 8, width, requires_grad=True)
         k = torch.empty(2, 2, 8, width, requires_grad=True)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from seatrial.train.dryrun.timeline import ACTIVATIONS, TEMPORARY, Timeline, microbatch_label, position
 
 
-def test_a_peak_is_the_most_that_was_alive_at_once_under_a_label() -> None:
+def test_a_peak_is_the_most_memory_alive_under_a_label() -> None:
     log = Timeline()
     log.resize(0, 100)
     log.mark("a")
@@ -26,7 +26,7 @@ def test_a_peak_is_the_most_that_was_alive_at_once_under_a_label() -> None:
     assert sum(log._sizes.values()) == 100
 
 
-def test_what_comes_and_goes_within_a_segment_is_temporary() -> None:
+def test_storage_freed_in_its_segment_is_temporary() -> None:
     log = Timeline()
     log.mark("a")
     log.resize(1, 50)
@@ -60,7 +60,7 @@ def test_the_parts_of_a_segment_are_named_from_both_ends() -> None:
     assert peaks["a#mid"].total == 25
 
 
-def test_a_label_that_comes_again_keeps_its_highest_point() -> None:
+def test_a_repeated_label_keeps_its_highest_peak() -> None:
     log = Timeline()
     for storage, size in enumerate((10, 30, 20)):
         log.mark("a")
@@ -79,7 +79,7 @@ def test_sizes_are_rounded_up_as_the_allocator_does() -> None:
     assert sum(log._sizes.values()) == 1024
 
 
-def test_what_is_alive_stays_when_another_step_begins() -> None:
+def test_restart_keeps_live_storages() -> None:
     log = Timeline()
     log.set_kind(0, "parameters")
     log.resize(0, 10)
@@ -97,7 +97,7 @@ def test_what_is_alive_stays_when_another_step_begins() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 1000), st.sampled_from("-sm")), max_size=60))
-def test_the_highest_part_is_the_highest_point_of_all(steps: list[tuple[int, int, str]]) -> None:
+def test_the_highest_part_is_the_peak(steps: list[tuple[int, int, str]]) -> None:
     log = Timeline()
     sizes: dict[int, int] = {}
     highest = 0

@@ -76,7 +76,7 @@ def test_the_account_adds_up_to_the_planners_memory(stack: str) -> None:
     assert told.states / told.parameters == sum(stacks()[stack_for(recipe, stack).name].state_bytes)
 
 
-def test_states_are_shared_out_once_over_all_gpus() -> None:
+def test_states_are_sharded_once_over_all_gpus() -> None:
     told = account(job().architecture, Recipe.of(job()))
     for li in told.lines:
         if li.once is not None:
@@ -84,13 +84,13 @@ def test_states_are_shared_out_once_over_all_gpus() -> None:
             assert li.once <= (li.cluster or 0.0) < li.once * 1.001
 
 
-def test_other_stacks_keep_copies_in_full_precision() -> None:
+def test_other_stacks_have_fp32_master_weights() -> None:
     names = [li.name for li in account(job().architecture, stack="megatron").lines]
     assert names == ["weights", "gradients", "master weights", "moments"]
 
 
 @pytest.mark.cluster  # slow
-def test_every_gpu_of_the_catalogue_is_answered() -> None:
+def test_every_gpu_of_the_catalogue_has_an_answer() -> None:
     found = voyage()
     assert {f.gpu.name for f in found} == {g.name for g in gpus()}
     sizes = [f.gpus for f in found if f.recipe is not None]
@@ -98,7 +98,7 @@ def test_every_gpu_of_the_catalogue_is_answered() -> None:
 
 
 @pytest.mark.cluster  # slow
-def test_what_is_said_to_fit_is_legal_and_fits() -> None:
+def test_every_fit_is_legal_and_fits() -> None:
     for fit in voyage():
         r = fit.recipe
         assert r is not None
@@ -116,7 +116,7 @@ def test_what_is_said_to_fit_is_legal_and_fits() -> None:
 
 
 @pytest.mark.cluster  # slow
-def test_the_search_finds_none_in_anything_smaller() -> None:
+def test_no_smaller_cluster_fits() -> None:
     """Other schedules, replicas, more stages a rank: nothing that is legal fits where `smallest` says that nothing does."""
     for fit in voyage():
         if fit.gpu.name not in ("B300 SXM", "H200 SXM", "A100-40GB SXM"):
@@ -177,7 +177,7 @@ def test_no_safe_size_when_even_the_largest_is_tight() -> None:
     assert any(text.startswith("  !: may run out of memory") for text in shown)
 
 
-def test_both_sizes_stand_in_the_table_and_the_page() -> None:
+def test_both_sizes_are_in_the_table_and_the_page() -> None:
     told = account(job().architecture)
     found = voyage()
     shown = [text for text, _ in lines(job(), told, found, width=100)]
@@ -209,9 +209,9 @@ def test_unknown_network_gives_a_layout_without_a_speed() -> None:
         assert fit.recipe is not None
         if fit.gpu.architecture not in ATTENTION:
             continue
-        assert (fit.prediction is None) == fit.cluster.crosses
+        assert (fit.prediction is None) == fit.cluster.several_domains
         assert fit.why_unknown == (
-            "the network between the nodes is unknown" if fit.cluster.crosses else None
+            "the network between the nodes is unknown" if fit.cluster.several_domains else None
         )
 
 
@@ -222,17 +222,17 @@ def test_a_precision_without_a_known_peak_has_no_speed() -> None:
     assert all(f.recipe is not None for f in found)
 
 
-def test_what_fits_nowhere_says_what_it_needs() -> None:
+def test_a_job_that_does_not_fit_states_its_memory() -> None:
     found = smallest(job(), most_nodes=2, network_of=lambda _: NDR)
     none = {f.gpu.name: f for f in found if f.recipe is None}
     assert "A100-40GB SXM" in none
     fit = none["A100-40GB SXM"]
     assert fit.needs > fit.room
-    assert fit.why_unknown == "fits in none of up to 2 nodes"
+    assert fit.why_unknown == "does not fit on up to 2 nodes"
     assert [f.recipe is None for f in found] == sorted(f.recipe is None for f in found)
 
 
-def test_what_no_layout_can_share_out_is_said_to_be_illegal() -> None:
+def test_without_a_legal_layout_the_reason_is_stated() -> None:
     """One sequence, one head, one layer: nothing to cut, so more GPUs than one are never legal, and one is too small."""
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 128}
     sizes |= {"hidden_size": 32768, "intermediate_size": 300001, "vocab_size": 257}
@@ -243,7 +243,7 @@ def test_what_no_layout_can_share_out_is_said_to_be_illegal() -> None:
         "first-voyage", *keys, *alone, "train.global_batch=1", "train.microbatch=1", "train.precision=bf16"
     )
     found = smallest(odd, most_nodes=4)
-    assert {f.why_unknown for f in found} == {"no layout of these is legal on up to 4 nodes"}
+    assert {f.why_unknown for f in found} == {"no layout is legal on up to 4 nodes"}
     assert {f.needs for f in found} == {math.inf}
 
 
@@ -263,5 +263,5 @@ def test_the_network_may_differ_by_gpu() -> None:
         return NDR if gpu == h200 else None
 
     found = smallest(job(), network_of=network)
-    many = [f for f in found if f.cluster.crosses]
+    many = [f for f in found if f.cluster.several_domains]
     assert [f.gpu.name for f in many if f.prediction is not None] == ["H200 SXM"]

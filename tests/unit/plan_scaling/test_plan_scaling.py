@@ -52,7 +52,7 @@ def small(mode: Mode, **changes: object) -> Scaling:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_no_size_is_dropped_and_each_says_why_not(mode: Mode) -> None:
+def test_no_size_is_dropped_and_each_has_a_reason(mode: Mode) -> None:
     points = voyage(mode).points
     assert [p.nodes for p in points] == list(NODES)
     assert points[0].why_not == "a replica needs TP8 x PP2 = 16 GPUs, only 8 available"
@@ -96,7 +96,7 @@ def test_efficiency_speedup_and_doubling_agree(mode: Mode) -> None:
             assert p.doubling == pytest.approx(p.efficiency / before.efficiency)
 
 
-def test_strong_scaling_ends_where_the_batch_does() -> None:
+def test_strong_scaling_ends_at_the_batch_size() -> None:
     """512 sequences, a pipeline of 2: no replica may have fewer microbatches than stages."""
     found = scaling(
         job("train.global_batch=512"), replace(Recipe.of(job()), global_batch=512, microbatch=1), CLUSTER,
@@ -128,7 +128,7 @@ def test_the_worst_doubling_is_named_or_why_there_is_none(mode: Mode) -> None:
     assert (one.worst, one.unknown) == (None, "only one size was asked for")
 
 
-def test_communication_shows_where_its_share_grew_by_5_points() -> None:
+def test_shows_at_is_5_points_of_exposed_communication() -> None:
     found = small("strong")
     shows = found.shows_at
     first = found.known[0].exposed
@@ -148,7 +148,7 @@ def test_what_does_not_fit_keeps_its_memory() -> None:
     assert found.unknown.startswith("16 GPUs: does not fit")
 
 
-def test_an_unknown_network_is_unknown_from_two_nodes_on() -> None:
+def test_with_an_unknown_network_two_nodes_are_unknown() -> None:
     base = load_job(Path(str(files("seatrial.job") / "presets" / "qwen2.5-7b-h200.toml")), ())
     cluster = Cluster(B300, 1, 8)  # type: ignore[arg-type]
     recipe = replace(Recipe.of(base), layout=replace(base.layout, shard=8))
@@ -156,13 +156,13 @@ def test_an_unknown_network_is_unknown_from_two_nodes_on() -> None:
     assert [p.why_not for p in found.points] == [None, "the network between the nodes is unknown"]
 
 
-def test_an_unknown_speed_is_said_at_every_size() -> None:
+def test_an_unknown_speed_is_stated_at_every_size() -> None:
     fp32 = job("train.precision=fp32")
     found = scaling(fp32, Recipe.of(fp32), CLUSTER, mode="weak", nodes=(2, 4))
     assert all(p.why_not is not None and "fp32" in p.why_not for p in found.points)
 
 
-def test_replicas_are_added_where_there_are_replicas() -> None:
+def test_a_layout_with_replicas_grows_by_replicas() -> None:
     base = replace(Recipe.of(job()), layout=replace(job().layout, shard=4, replicate=2))
     grown, why = resized(base, 256, mode="weak")
     assert why is None
@@ -202,7 +202,7 @@ def test_resized_fills_the_cluster_or_says_why_not(
 
 
 @pytest.mark.cluster  # slow
-def test_the_best_layouts_are_what_the_search_finds() -> None:
+def test_best_scaling_matches_the_search() -> None:
     there = search(job(), replace(CLUSTER, nodes=2), own=False)
     found = best_scaling(job(), CLUSTER, nodes=(1, 2), known={2: there})
     one, two = found.points
@@ -229,7 +229,7 @@ def test_best_scaling_when_nothing_fits_or_network_is_unknown() -> None:
     assert alone.points[1].why_not == "the network between the nodes is unknown"
 
 
-def test_no_cluster_of_no_nodes() -> None:
+def test_zero_nodes_are_refused() -> None:
     with pytest.raises(ValueError, match="no cluster of 0 nodes"):
         best_scaling(job(), CLUSTER, nodes=(0,))
     with pytest.raises(ValueError, match="no cluster of 0 nodes"):

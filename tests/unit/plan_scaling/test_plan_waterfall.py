@@ -40,7 +40,7 @@ def shares(draw: st.DrawFn) -> list[Share]:
 @pytest.mark.cluster  # slow
 @given(shares())
 @settings(max_examples=200, deadline=None)
-def test_each_bar_begins_where_the_one_before_it_ended(given_shares: list[Share]) -> None:
+def test_each_bar_begins_at_the_end_of_the_previous_one(given_shares: list[Share]) -> None:
     shown = waterfall_of(given_shares)
     at = 1.0
     for bar in shown.bars[1:-1]:
@@ -56,7 +56,7 @@ def test_each_bar_begins_where_the_one_before_it_ended(given_shares: list[Share]
     assert shown.seconds == pytest.approx(sum(s.seconds for s in given_shares))
 
 
-def test_a_part_may_give_something_back() -> None:
+def test_a_part_can_be_a_gain() -> None:
     shown = waterfall_of([Share("model FLOPs", 0.6, 6), Share("loss", 0.5, 5), Share("gain", -0.1, -1)])
     _, loss, gain, result = shown.bars
     assert (loss.low, loss.high) == (0.5, 1.0)
@@ -65,7 +65,7 @@ def test_a_part_may_give_something_back() -> None:
     assert result.high == 0.6
 
 
-def test_parts_that_do_not_make_the_whole_are_no_picture() -> None:
+def test_parts_that_do_not_add_up_to_1_are_refused() -> None:
     with pytest.raises(ValueError, match=r"add up to 0\.9"):
         waterfall_of([Share("model FLOPs", 0.5, 5), Share("loss", 0.4, 4)])
     with pytest.raises(ValueError, match="add up to 0 "):

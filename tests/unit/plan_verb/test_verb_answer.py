@@ -11,17 +11,17 @@ from verb_cases import EVERY, NDR, job, must_change, nowhere, small, too_large, 
 from seatrial.base.errors import InputError
 from seatrial.hardware.networks import find_network
 from seatrial.job.schema import GpuSection
-from seatrial.plan.model.place import place_of
-from seatrial.plan.report.advice import Wanted, difference, excess, short, targets
-from seatrial.plan.report.answer import ENOUGH, Answer, Wishes, answer, usual_nodes
+from seatrial.plan.model.place import hardware_of
+from seatrial.plan.report.advice import TargetValue, difference, excess, short, targets
+from seatrial.plan.report.answer import ENOUGH, Answer, PlanOptions, answer, usual_nodes
 from seatrial.plan.search.legal import refusal
-from seatrial.plan.search.search import ALIKE
+from seatrial.plan.search.search import TIE_MARGIN
 from seatrial.ui.plan_table import target_words
 
 pytestmark = pytest.mark.cluster  # for its time: it starts no cluster
 
 
-def test_the_reference_voyage_is_answered() -> None:
+def test_answer_of_the_reference_voyage() -> None:
     """Is TP8 PP2 the best, and by how much; are 2,500 tokens/s/GPU within reach; 6.4 TB/s beside what is needed."""
     told = voyage()
     assert told.own.prediction is not None
@@ -31,36 +31,36 @@ def test_the_reference_voyage_is_answered() -> None:
     assert short(told.own.recipe) == "TP8 async PP2 FSDP8"
     costs = told.found.own_costs
     assert costs is not None
-    assert costs > ALIKE
+    assert costs > TIE_MARGIN
     tokens, mfu = told.targets
     assert (tokens.wanted.value, mfu.wanted.value) == (2500, 0.45)
     for target in told.targets:
         assert target.own == target.wanted.by(told.own.prediction)
         if target.inside is not None:
             assert target.wanted.by(target.inside.prediction) == "inside"
-    assert told.carried.capacity == 400e9
-    assert told.carried.capacity * told.carried.nodes == 6.4e12
-    assert told.carried.mean is not None
-    assert told.carried.enough is not None
-    assert told.carried.mean < told.carried.enough < told.carried.capacity
+    assert told.network_demand.capacity == 400e9
+    assert told.network_demand.capacity * told.network_demand.nodes == 6.4e12
+    assert told.network_demand.mean is not None
+    assert told.network_demand.enough is not None
+    assert told.network_demand.mean < told.network_demand.enough < told.network_demand.capacity
 
 
-def test_how_likely_an_end_is() -> None:
+def test_probability_of_an_end() -> None:
     told = voyage()
-    base, end = told.own.prediction, told.ending
+    base, end = told.own.prediction, told.forecast
     assert base is not None
     assert end is not None
     assert told.advice is not None
-    days = [Wanted(n * 86400.0, "end") for n in (4, 5, 6)]
-    found = list(targets(base, told.advice.ways, days, end.finish))
+    days = [TargetValue(n * 86400.0, "end") for n in (4, 5, 6)]
+    found = list(targets(base, told.advice.suggestions, days, end.finish))
     assert [t.likely for t in found] == [end.finish.within(w.value, base.pace.spread) for w in days]
     for target in found:
         # The speed that it takes is that of a run which ends just then.
         speed = base.tokens_per_s_per_gpu * end.finish.wall_s / target.wanted.value
-        assert target.speed == Wanted(pytest.approx(speed), "tokens/s/GPU")
+        assert target.speed == TargetValue(pytest.approx(speed), "tokens/s/GPU")
         assert target.better is not None
         assert target.better.built
-        assert target.better.gain == max(w.gain for w in told.advice.ways if w.built)
+        assert target.better.gain == max(w.gain for w in told.advice.suggestions if w.built)
         assert target.likely is not None
         assert target.likely_with is not None
         assert target.likely_with > target.likely
@@ -71,14 +71,14 @@ def test_how_likely_an_end_is() -> None:
 
 def test_an_end_of_a_layout_that_does_not_fit_is_not_judged() -> None:
     told = must_change()
-    wanted = Wishes(targets=(Wanted(86400.0, "end"),))
+    wanted = PlanOptions(targets=(TargetValue(86400.0, "end"),))
     (target,) = answer(told.job, told.place, wanted).targets
     assert (target.likely, target.why_not) == (None, "the layout does not fit")
     assert target.likely_with is not None
     assert "the end within 24 h: the layout does not fit; " in target_words(target)
 
 
-def test_enough_network_costs_what_it_says() -> None:
+def test_the_enough_network_slows_a_step_as_stated() -> None:
     from dataclasses import replace
 
     from seatrial.plan.cost.predict import predict
@@ -87,18 +87,18 @@ def test_enough_network_costs_what_it_says() -> None:
     cluster, network = told.place.cluster, told.place.network
     assert cluster is not None
     assert network is not None
-    assert told.carried.enough is not None
+    assert told.network_demand.enough is not None
 
     def step(bytes_s: float) -> float:
         gbps = bytes_s * 8 / 1e9 / network.nics_per_node
         at = replace(cluster, network=replace(network, gbps_per_nic=gbps))
         return predict(told.job.architecture, told.own.recipe, at).step_s
 
-    assert step(told.carried.enough) / step(1e20) - 1 == pytest.approx(ENOUGH, abs=1e-3)
+    assert step(told.network_demand.enough) / step(1e20) - 1 == pytest.approx(ENOUGH, abs=1e-3)
 
 
-def test_the_price_and_the_end() -> None:
-    priced, told = small().ending, voyage().ending
+def test_cost_of_the_run() -> None:
+    priced, told = small().forecast, voyage().forecast
     assert priced is not None
     assert told is not None
     assert priced.cost == pytest.approx(3.0 * priced.finish.gpu_hours)
@@ -110,23 +110,23 @@ def test_the_price_and_the_end() -> None:
     assert told.slow.wall_s >= told.finish.wall_s
 
 
-def test_ways_are_faster_legal_and_fit() -> None:
+def test_suggestions_are_faster_legal_and_fit() -> None:
     for told in (voyage(), small(), must_change()):
         assert told.advice is not None
         assert told.own.prediction is not None
         cluster = told.place.cluster
         assert cluster is not None
-        gains = [w.gain for w in told.advice.ways]
+        gains = [w.gain for w in told.advice.suggestions]
         assert gains == sorted(gains, reverse=True)
-        assert len({(w.recipe, w.prediction.step_s) for w in told.advice.ways}) == len(gains)
-        for way in told.advice.ways:
+        assert len({(w.recipe, w.prediction.step_s) for w in told.advice.suggestions}) == len(gains)
+        for way in told.advice.suggestions:
             assert way.prediction.fits
             assert refusal(told.job, cluster, way.recipe) is None
             assert way.gain == pytest.approx(told.own.prediction.step_s / way.prediction.step_s - 1)
             assert way.gain > 0 or not told.own.fits
 
 
-def test_a_turn_is_a_turn() -> None:
+def test_the_best_layout_changes_at_a_crossover() -> None:
     """Just beyond the value another of the listed layouts is ahead, just before it the best one is, as far as can be told."""
     from dataclasses import replace
 
@@ -138,7 +138,7 @@ def test_a_turn_is_a_turn() -> None:
     cluster, network = told.place.cluster, told.place.network
     assert cluster is not None
     assert network is not None
-    turns = [t for t in told.advice.turns if t.what == "network" and t.at is not None]
+    turns = [t for t in told.advice.crossovers if t.what == "network" and t.at is not None]
     for turn in turns:
         assert turn.at is not None
         assert turn.becomes is not None
@@ -149,20 +149,20 @@ def test_a_turn_is_a_turn() -> None:
 
         beyond = turn.at / turn.now * (1.02 if turn.at > turn.now else 0.98)
         best = told.found.choices[0].recipe
-        assert step(turn.becomes, beyond) < step(best, beyond) / (1 + ALIKE) * 1.02
+        assert step(turn.becomes, beyond) < step(best, beyond) / (1 + TIE_MARGIN) * 1.02
 
 
 def test_unknown_stays_unknown() -> None:
     told = nowhere()
     assert told.own.prediction is None
     assert "names no GPU" in told.own.why_unknown
-    assert (told.found, told.ending, told.weak, told.strong, told.advice) == (None,) * 5
+    assert (told.found, told.forecast, told.weak, told.strong, told.advice) == (None,) * 5
     assert told.own.fits is None
-    assert told.carried.mean is None
+    assert told.network_demand.mean is None
     # What needs no speed is known all the same.
     assert told.own.memory.allocated > 0
     assert told.own.traffic.sent > 0
-    assert told.carried.a_gpu > 0
+    assert told.network_demand.a_gpu > 0
 
 
 def test_the_cost_of_deterministic_kernels_is_said_to_be_unknown() -> None:
@@ -184,7 +184,7 @@ def test_a_stated_gpu_is_planned_like_one_of_the_catalogue() -> None:
             architecture=architecture,
         )  # fmt: skip
         of = replace(base, file=base.file.model_copy(update={"gpu": section, "cluster": cluster}))
-        return answer(of, place_of(of), Wishes(look_further=False))
+        return answer(of, hardware_of(of), PlanOptions(look_further=False))
 
     hopper, other, known = told("Hopper").own, told(None).own, small().own
     assert hopper.prediction is not None
@@ -198,28 +198,28 @@ def test_a_stated_gpu_is_planned_like_one_of_the_catalogue() -> None:
 
 def test_fp32_has_no_speed_but_memory_and_traffic_twice_as_wide() -> None:
     wide = job("llama3-8b-h100", "train.precision=fp32", "train.accumulate=whole")
-    told = answer(wide, place_of(wide))
+    told = answer(wide, hardware_of(wide))
     assert told.own.prediction is None
     assert "fp32" in told.own.why_unknown
     assert told.own.fits is not None
     assert 1.5 < told.own.traffic.data / small().own.traffic.data <= 2
 
 
-def test_a_network_that_nobody_named() -> None:
+def test_without_a_network_its_speed_is_unknown() -> None:
     of = job("llama3-8b-h100", "cluster.nodes=2", "cluster.gpu=H100 PCIe")
-    told = answer(of, place_of(of))
+    told = answer(of, hardware_of(of))
     assert told.own.prediction is None
     assert "network" in told.own.why_unknown
     assert told.own.fits is not None
-    named = answer(of, place_of(of, NDR), Wishes(look_further=False))
+    named = answer(of, hardware_of(of, NDR), PlanOptions(look_further=False))
     assert named.own.prediction is not None
     assert (named.found, named.advice) == (None, None)
 
 
-def test_speed_of_a_chip_that_nobody_measured_is_unknown() -> None:
+def test_speed_of_an_unmeasured_gpu_is_unknown() -> None:
     """No NVIDIA kernels and no NeMo for AMD's: memory and traffic alone."""
     of = job("llama3-8b-h100", "cluster.gpu=MI300X")
-    told = answer(of, place_of(of))
+    told = answer(of, hardware_of(of))
     assert (told.own.prediction, told.found, told.advice) == (None, None, None)
     assert "no training run and no attention kernel of CDNA 3 was measured" in told.own.why_unknown
     assert told.own.fits
@@ -237,14 +237,14 @@ def test_a_network_is_stated_by_its_figures() -> None:
     steps = []
     for settings in figures:
         of = job("llama3-8b-h100", *settings)
-        told = answer(of, place_of(of), Wishes(look_further=False))
+        told = answer(of, hardware_of(of), PlanOptions(look_further=False))
         assert told.own.prediction is not None
         steps.append(told.own.prediction.step_s)
     assert steps[0] == pytest.approx(steps[1])
     assert min(steps[2:]) > steps[1]
 
 
-def test_what_fits_nowhere() -> None:
+def test_a_job_that_does_not_fit() -> None:
     told = too_large()
     assert told.own.fits is False
     assert told.best is None
@@ -252,37 +252,37 @@ def test_what_fits_nowhere() -> None:
     assert told.found.too_large == told.found.tried > 0
 
 
-def test_a_run_that_fails_more_than_it_trains_has_no_end() -> None:
+def test_a_run_without_time_to_train_has_no_forecast() -> None:
     from seatrial.hardware.failures import Rate
 
     of = job("qwen2.5-72b-b300")
-    wishes = Wishes(rate=Rate("often", "often", 1e6, "made up"), look_further=False)
-    assert answer(of, place_of(of, NDR), wishes).ending is None
+    wishes = PlanOptions(rate=Rate("often", "often", 1e6, "made up"), look_further=False)
+    assert answer(of, hardware_of(of, NDR), wishes).forecast is None
 
 
-def test_place() -> None:
+def test_hardware_of() -> None:
     of = job("llama3-8b-h100", "cluster.nodes=2")
-    assumed = place_of(of)
+    assumed = hardware_of(of)
     assert assumed.network is not None
     assert any("assumed" in told for told in assumed.provenance)
-    given = place_of(of, "roce 8X200")
+    given = hardware_of(of, "roce 8X200")
     assert given.network == find_network("RoCE 8x200")
     assert given.provenance == ()
     with pytest.raises(InputError, match="unknown network") as error:
-        place_of(of, "Infiniband NDR 8x40")
+        hardware_of(of, "Infiniband NDR 8x40")
     assert "did you mean" in (error.value.diagnostics[0].hint or "")
-    unknown = place_of(job("llama3-8b-h100", "cluster.gpu=H100 SMX"))
+    unknown = hardware_of(job("llama3-8b-h100", "cluster.gpu=H100 SMX"))
     assert unknown.gpu is None
     assert "H100 SXM" in unknown.why_no_gpu
     assert unknown.cluster is None
     assert math.isnan(unknown.shape.gpu.hbm_gb)
-    cpu = place_of(job("llama3-8b-h100", "cluster.device=cpu"))
+    cpu = hardware_of(job("llama3-8b-h100", "cluster.device=cpu"))
     assert cpu.gpu is None
 
 
 def test_usual_nodes_hold_the_jobs_own() -> None:
     of = job("qwen2.5-72b-b300")
-    cluster = place_of(of, NDR).cluster
+    cluster = hardware_of(of, NDR).cluster
     assert cluster is not None
     from dataclasses import replace
 
@@ -291,14 +291,14 @@ def test_usual_nodes_hold_the_jobs_own() -> None:
     assert usual_nodes(replace(cluster, nodes=300)) == (75, 150, 300)
 
 
-def test_wishes() -> None:
+def test_plan_options() -> None:
     p = small().own.prediction
     assert p is not None
     assert p.mfu is not None
-    assert Wanted(p.tokens_per_s_per_gpu * 0.99, "tokens/s/GPU").by(p) == "yes"
-    assert Wanted(p.tokens_per_s_per_gpu * p.step_s / p.low_s * 0.99, "tokens/s/GPU").by(p) == "inside"
-    assert Wanted(p.tokens_per_s_per_gpu * p.step_s / p.low_s * 1.01, "tokens/s/GPU").by(p) == "no"
-    assert Wanted(p.mfu, "MFU").by(p) == "yes"
+    assert TargetValue(p.tokens_per_s_per_gpu * 0.99, "tokens/s/GPU").by(p) == "yes"
+    assert TargetValue(p.tokens_per_s_per_gpu * p.step_s / p.low_s * 0.99, "tokens/s/GPU").by(p) == "inside"
+    assert TargetValue(p.tokens_per_s_per_gpu * p.step_s / p.low_s * 1.01, "tokens/s/GPU").by(p) == "no"
+    assert TargetValue(p.mfu, "MFU").by(p) == "yes"
 
 
 def test_differences_in_the_words_of_the_job_file() -> None:
@@ -314,17 +314,17 @@ def test_differences_in_the_words_of_the_job_file() -> None:
     assert difference(a, a) == "nothing"
 
 
-def test_asynchronous_tensor_parallel_is_a_setting_like_others() -> None:
+def test_async_tensor_is_a_suggestion() -> None:
     """With it a job is told what it does not hide; without it, what it would; never what this trainer has not."""
     plain = job("qwen2.5-72b-b300", "parallel.async_tensor=false")
-    told = answer(plain, place_of(plain))
+    told = answer(plain, hardware_of(plain))
     assert told.advice is not None
-    ways = {w.what: w for w in told.advice.ways}
+    ways = {w.what: w for w in told.advice.suggestions}
     way = ways["async_tensor = true"]
     assert way.built
-    assert way.gain > ALIKE
+    assert way.gain > TIE_MARGIN
     assert way.recipe == voyage().own.recipe
-    assert {w.what.split(" ")[0] for w in told.advice.ways if not w.built} <= {"nemo", "a"}
+    assert {w.what.split(" ")[0] for w in told.advice.suggestions if not w.built} <= {"nemo", "a"}
     assert difference(told.own.recipe, way.recipe) == "async_tensor = true"
     assert "async_tensor = false" in difference(way.recipe, told.own.recipe)
     # In the full plan it is called an assumption, as soon as any layout that is shown has it.
@@ -333,7 +333,7 @@ def test_asynchronous_tensor_parallel_is_a_setting_like_others() -> None:
     assert not any("async_tensor" in text for text in nowhere().provenance)
     # Other software hides what it hides.
     of = job("qwen2.5-72b-b300")
-    other = answer(of, place_of(of), Wishes(stack="nemo", look_further=False))
+    other = answer(of, hardware_of(of), PlanOptions(stack="nemo", look_further=False))
     assert short(other.own.recipe) == "TP8 PP2 FSDP8"
     assert not any("async_tensor" in text for text in other.provenance)
 
@@ -349,7 +349,7 @@ def test_excess_is_the_part_that_grew_most() -> None:
 
 
 @pytest.mark.parametrize("case", EVERY, ids=lambda c: c.__name__)
-def test_what_is_predicted_has_its_sources(case: object) -> None:
+def test_predictions_have_sources(case: object) -> None:
     told: Answer = case()  # type: ignore[operator]
     if told.own.prediction is not None:
         assert any(text.startswith("pace ") for text in told.provenance)

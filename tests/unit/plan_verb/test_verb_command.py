@@ -46,7 +46,7 @@ def test_exit_codes(capsys: Captured) -> None:
     assert "speed is not" in capsys.readouterr().out
 
 
-def test_all_that_is_wrong_at_once(capsys: Captured) -> None:
+def test_reports_all_problems_at_once(capsys: Captured) -> None:
     wrong = ["--network", "foo", "--target", "abc", "--price", "-1", "--storage-gb-s", "0", "--nodes", "0"]
     more = ["--stack", "nemmo", "--dry-run", "99", "--html", "nowhere/plan.html"]
     assert main(["plan", "missing.toml", *wrong, *more]) == 2
@@ -82,7 +82,7 @@ def test_a_target_with_a_comma_or_per_cent(capsys: Captured) -> None:
     assert "MFU 70 % is outside the interval" in out
 
 
-def test_how_likely_the_end_is_in_time_is_shown_if_asked(capsys: Captured) -> None:
+def test_probability_of_an_end_is_shown_on_request(capsys: Captured) -> None:
     assert main(["plan", SMALL, "--own"]) == 0
     assert "likely" not in capsys.readouterr().out
     assert main(["plan", SMALL, "--own", "--target", "2d", "--target=60 h", "--target", "0.1h"]) == 0
@@ -104,7 +104,7 @@ def test_json(capsys: Captured) -> None:
     assert told["dry_run"] == []
 
 
-def test_a_tight_layout_is_no_failure(capsys: Captured) -> None:
+def test_a_tight_layout_exits_with_0(capsys: Captured) -> None:
     keys = (
         "parallel.tensor=1",
         "parallel.async_tensor=false",
@@ -150,7 +150,7 @@ def test_pictures_and_page(tmp_path: Path, capsys: Captured) -> None:
     assert main(["plan", CPU, "--html", "c.html"]) == 0
 
 
-def test_what_was_measured_is_used(tmp_path: Path, capsys: Captured) -> None:
+def test_measured_rates_are_used(tmp_path: Path, capsys: Captured) -> None:
     reports = tmp_path / "runs" / "llama3-8b-h100" / "reports"
     reports.mkdir(parents=True)
     report = {"schema_version": 1, "measured": {"gpu": {"kind": "NVIDIA A100-SXM4-80GB"}}}
@@ -170,7 +170,7 @@ def test_an_open_job_is_planned(tmp_path: Path, capsys: Captured) -> None:
     assert "verdict      fits" in out
 
 
-def test_another_network_is_another_speed(capsys: Captured) -> None:
+def test_another_network_changes_the_speed(capsys: Captured) -> None:
     steps = []
     for name in (NDR, "RoCE 4x100"):
         nodes = ["--set", "cluster.nodes=4", "--set", "train.activation_checkpointing=none"]
@@ -180,7 +180,7 @@ def test_another_network_is_another_speed(capsys: Captured) -> None:
 
 
 @pytest.mark.cluster
-def test_a_dry_run_beside_the_closed_form(capsys: Captured) -> None:
+def test_a_dry_run_is_compared_with_the_closed_form(capsys: Captured) -> None:
     """On CPU the highest point may differ, other kernels being at work; all that is sent and held is the same."""
     assert main(["plan", CPU, "--dry-run", "0", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["dry_run"]
@@ -214,7 +214,7 @@ def test_a_failed_dry_run_loses_no_finished_plan(
     def stopped(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("seatrial.plan.report.beside.beside", stopped)
+    monkeypatch.setattr("seatrial.plan.report.dryrun_comparison.compare_with_dry_run", stopped)
     with pytest.raises(KeyboardInterrupt):
         plan.run(parsed(SMALL, "--own", "--dry-run", "--json", "--html", "p.html"))
     assert json.loads(capsys.readouterr().out)["dry_run"] == []

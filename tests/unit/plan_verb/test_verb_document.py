@@ -26,7 +26,7 @@ def example() -> str:
 
 
 @pytest.mark.cluster  # slow
-def test_the_example_is_what_the_verb_says() -> None:
+def test_the_example_is_the_verbs_output() -> None:
     shown = _BLOCK.search(DOCUMENT.read_text(encoding="utf-8"))
     assert shown is not None
     told = example()

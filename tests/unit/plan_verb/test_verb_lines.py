@@ -84,7 +84,7 @@ def test_verdicts() -> None:
     assert style == "bold red"
 
 
-def test_nothing_is_promised_of_what_does_not_fit() -> None:
+def test_a_layout_that_does_not_fit_has_no_forecast() -> None:
     for case in (too_large_for_all, must_change):
         told = text_of(case())
         for words in ("finish ", "cost ", "where the FLOPs go", "faster than"):
@@ -134,28 +134,28 @@ def test_figures() -> None:
     assert span(0.9, 1.2) == "900 ms to 1.2 s"
 
 
-def test_what_only_memory_refuses_is_shown_once() -> None:
+def test_a_layout_that_fails_only_for_memory_is_shown_once() -> None:
     beyond = voyage().beyond
     assert beyond is not None
-    assert beyond.ways
+    assert beyond.suggestions
     assert "microbatch 2 (as fast as the best)" in too_large(beyond)
     assert " ".join(text_of(voyage()).split()).count(f"too large {too_large(beyond)} ") == 1
     assert escape(f"Too large: {too_large(beyond)}.") in page(voyage())
     told = document(voyage())["search"]["beyond_memory"]
     assert told["recipe"]["microbatch"] == beyond.recipe.microbatch
     assert told["ways"][0]["what"] == "microbatch 2"
-    assert "no single change makes it fit" in too_large(replace(beyond, ways=()))
+    assert "no single change makes it fit" in too_large(replace(beyond, suggestions=()))
     assert "too large" not in text_of(too_large_for_all())
     assert document(too_large_for_all())["search"]["beyond_memory"] is None
 
 
-def test_small_is_not_told_what_it_has_not() -> None:
+def test_small_clusters_show_no_empty_sections() -> None:
     told = text_of(small())
     assert "all inside the node" in told
     assert "there is " not in told
 
 
-def test_what_a_validation_adds_is_told() -> None:
+def test_validation_time_is_shown() -> None:
     assert "\n  validation" not in text_of(small())
     job = small().job
     train = job.train.model_copy(update={"validate_every_steps": 500})

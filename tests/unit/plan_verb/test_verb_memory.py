@@ -29,20 +29,20 @@ def total(text: str) -> float:
 
 
 @pytest.mark.parametrize("most", [None, 3, 5])
-def test_they_are_all_that_a_gpu_must_have(most: int | None) -> None:
+def test_memory_parts_add_up_to_reserved_memory(most: int | None) -> None:
     text = held(MEMORY, gpu=True, most=most)
     assert total(text) == pytest.approx(MEMORY.reserved, rel=0.01)
     assert (re.search(r"other \d", text) is not None) == (most is not None)
 
 
-def test_elsewhere_they_are_what_torch_allocates() -> None:
+def test_without_reserved_memory_parts_add_up_to_allocated() -> None:
     text = held(MEMORY, gpu=False)
     assert total(text) == pytest.approx(MEMORY.allocated, rel=0.01)
     assert "CUDA" not in text
     assert "fragmentation" not in text
 
 
-def test_small_ones_have_units_of_their_own() -> None:
+def test_small_parts_have_smaller_units() -> None:
     small = Memory(2048.0, 0.0, 4096.0, 0.0, 0.0, 3 * 1024.0**2, 0.0, 0.0)
     assert held(small, gpu=False) == "activations 3 MiB"
     assert "activations 3 MiB" in held(Memory(1e5, 1e5, 1e5, 0.0, 0.0, 3 * 1024.0**2, 0.0, 0.0), gpu=False)

@@ -180,7 +180,7 @@ def test_odd_jobs(changed: dict[str, object], code: int, tmp_path: Path) -> None
 
 
 @pytest.mark.cluster  # slow
-def test_layouts_that_are_searched_are_never_worse(tmp_path: Path) -> None:
+def test_searched_layouts_are_never_worse(tmp_path: Path) -> None:
     found = judge(*plan(tmp_path, "--json", micro=12, batch=96, sequence=256))
     assert found["search"]["own_costs"] >= 0
 

@@ -24,7 +24,7 @@ def said(pattern: str) -> list[float]:
 
 def test_the_presets_comments_are_what_the_plan_predicts() -> None:
     told = voyage()
-    p, ending = told.own.prediction, told.ending
+    p, ending = told.own.prediction, told.forecast
     assert p is not None
     assert ending is not None
     assert told.found is not None
@@ -53,7 +53,7 @@ def test_the_presets_comments_are_what_the_plan_predicts() -> None:
             best.microbatch,
         ],
         r"reduced in each of them, (\d+) % faster, but tight": [100 * told.found.own_costs],
-        r"cards of 400 Gb/s a node, ([\d.]+) TB/s in all": [(told.carried.capacity or 0) * 16 / 1e12],
+        r"cards of 400 Gb/s a node, ([\d.]+) TB/s in all": [(told.network_demand.capacity or 0) * 16 / 1e12],
     }
     for pattern, values in predicted.items():
         assert said(pattern) == pytest.approx(values, rel=0.02, abs=0.5), pattern  # whole numbers
@@ -66,8 +66,8 @@ def test_network_failures_and_stragglers_are_assumed_once() -> None:
     assert [kinds[k] for k in ("network", "collectives", "latency", "failures", "stragglers", "storage")] == [
         1
     ] * 6
-    assert told.ending is not None
-    assert told.ending.rate is FAILURES
+    assert told.forecast is not None
+    assert told.forecast.rate is FAILURES
     full = " ".join(text.strip() for text, _ in lines(told, width=100, full=True))
     assert full.count("oversubscription") == full.count("no stragglers") == 0
     # What the scaling lines say of stragglers is what a step has in it.

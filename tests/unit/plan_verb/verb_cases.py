@@ -8,9 +8,9 @@ from pathlib import Path
 
 from seatrial.job.job import Job
 from seatrial.job.loading import load_job
-from seatrial.plan.model.place import place_of
-from seatrial.plan.report.advice import Wanted
-from seatrial.plan.report.answer import Answer, Wishes, answer
+from seatrial.plan.model.place import hardware_of
+from seatrial.plan.report.advice import TargetValue
+from seatrial.plan.report.answer import Answer, PlanOptions, answer
 
 NDR = "InfiniBand NDR 8x400"
 
@@ -27,36 +27,36 @@ def job(name: str, *overrides: str) -> Job:
 def voyage() -> Answer:
     """The reference voyage, with its wishes; docs/plan.md shows it."""
     of = job("qwen2.5-72b-b300")
-    wishes = Wishes(targets=(Wanted(2500, "tokens/s/GPU"), Wanted(0.45, "MFU")))
-    return answer(of, place_of(of), wishes)
+    wishes = PlanOptions(targets=(TargetValue(2500, "tokens/s/GPU"), TargetValue(0.45, "MFU")))
+    return answer(of, hardware_of(of), wishes)
 
 
 @cache
 def small() -> Answer:
     """One node, with the price of a GPU hour."""
     of = job("llama3-8b-h100")
-    return answer(of, place_of(of), Wishes(price=3.0))
+    return answer(of, hardware_of(of), PlanOptions(price=3.0))
 
 
 @cache
 def nowhere() -> Answer:
     """CPU ranks: nothing is known of their speed."""
     of = job("first-voyage")
-    return answer(of, place_of(of))
+    return answer(of, hardware_of(of))
 
 
 @cache
 def too_large() -> Answer:
     """72B on one node of 40 GB: no layout fits."""
     of = job("qwen2.5-72b-b300", "cluster.nodes=1", "parallel.pipeline=1", "cluster.gpu=A100-40GB SXM")
-    return answer(of, place_of(of))
+    return answer(of, hardware_of(of))
 
 
 @cache
 def must_change() -> Answer:
     """Its own layout does not fit; others do."""
     of = job("llama3-8b-h100", "train.activation_checkpointing=none", "train.microbatch=4")
-    return answer(of, place_of(of))
+    return answer(of, hardware_of(of))
 
 
 EVERY = (voyage, small, nowhere, too_large, must_change)

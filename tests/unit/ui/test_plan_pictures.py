@@ -21,9 +21,9 @@ from seatrial.hardware.networks import find_network
 from seatrial.job.job import Job
 from seatrial.job.loading import load_job
 from seatrial.plan.model.cluster import Cluster
-from seatrial.plan.model.place import place_of
+from seatrial.plan.model.place import hardware_of
 from seatrial.plan.model.recipe import Recipe
-from seatrial.plan.report.answer import Answer, Wishes, answer
+from seatrial.plan.report.answer import Answer, PlanOptions, answer
 from seatrial.plan.report.waterfall import Waterfall, waterfall_of
 from seatrial.plan.search.fit import account, smallest
 from seatrial.plan.search.scaling import scaling
@@ -46,12 +46,14 @@ def job(name: str = "qwen2.5-7b-h200", *overrides: str) -> Job:
 
 @cache
 def told(name: str = "qwen2.5-7b-h200", *overrides: str, price: float | None = 3.5) -> Answer:
-    return answer(job(name, *overrides), place_of(job(name, *overrides), NETWORK), Wishes(price=price))
+    return answer(
+        job(name, *overrides), hardware_of(job(name, *overrides), NETWORK), PlanOptions(price=price)
+    )
 
 
 @cache
 def voyage() -> Waterfall:
-    ending = told().ending
+    ending = told().forecast
     assert ending is not None
     return waterfall_of(ending.finish.waterfall)
 

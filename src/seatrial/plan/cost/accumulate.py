@@ -1,7 +1,7 @@
-"""How gradients of microbatches add up where the job leaves it to the planner: whole, unless that needs too much memory.
+"""`accumulate = "auto"`: gradients of microbatches accumulate whole, unless that needs too much memory.
 
-Whole, they are reduced once a step. Sharded, they are reduced in every microbatch (`parallel/shard.py`), so a GPU holds its
-part of them and not 4 bytes a parameter.
+Whole, they are reduced once a step. Sharded, they are reduced in every microbatch (`parallel/shard.py`), and a GPU keeps
+its shard instead of 4 bytes a parameter.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from seatrial.plan.model.recipe import Recipe
 def chosen(
     model: Architecture, recipe: Recipe, room: float | None, stack: str | Stack = "seatrial"
 ) -> tuple[Accumulate, str]:
-    """What `accumulate = "auto"` is, and why. `room`: bytes available on a GPU, None if unknown."""
+    """The value of `accumulate = "auto"`, and why. `room`: bytes available on a GPU, None if unknown."""
     if recipe.microbatches == 1:
-        return "sharded", "there is one microbatch, so nothing is lost"
+        return "sharded", "there is only one microbatch"
     if why := _no_use(recipe, stack_for(recipe, stack)):
         return "whole", why
     if room is None:
@@ -42,12 +42,12 @@ def chosen(
     word = "tight" if whole <= room else "too much"
     return (
         "sharded",
-        f"{needs}, which is {word}; reduced in every microbatch they leave it at {units.memory(sharded)}",
+        f"{needs}, which is {word}; reduced in every microbatch, {units.memory(sharded)}",
     )
 
 
 def adapted(job: Job, recipe: Recipe, room: float | None, stack: str | Stack = "seatrial") -> Recipe:
-    """`recipe` as this job would run it: with what `accumulate = "auto"` is for it."""
+    """`recipe` as this job would run it, with `accumulate = "auto"` resolved."""
     if stack_for(recipe, stack).name not in OURS:
         return replace(recipe, accumulate="whole")
     if job.train.accumulate != "auto":
@@ -55,8 +55,8 @@ def adapted(job: Job, recipe: Recipe, room: float | None, stack: str | Stack = "
     return replace(recipe, accumulate=chosen(job.architecture, recipe, room, stack)[0])
 
 
-def ways(job: Job, recipe: Recipe, stack: str | Stack = "seatrial") -> Iterator[Recipe]:
-    """`recipe` in every way that the job leaves open, the one that communicates least first."""
+def accumulate_options(job: Job, recipe: Recipe, stack: str | Stack = "seatrial") -> Iterator[Recipe]:
+    """`recipe` with every value of `accumulate` that the job leaves open, least communication first."""
     first = adapted(job, recipe, None, stack)
     yield first
     if (
@@ -68,12 +68,12 @@ def ways(job: Job, recipe: Recipe, stack: str | Stack = "seatrial") -> Iterator[
 
 
 def _no_use(recipe: Recipe, stack: Stack) -> str:
-    """Why whole gradients are the only way, or no larger than sharded ones; else ""."""
+    """Why gradients cannot be sharded, or that would save no memory; else ""."""
     layout = recipe.layout
     if stack.name not in OURS:
-        return f"{stack.name} has no other way"
-    if recipe.cut == 1:
-        return "no ranks share a gradient: shard is 1"
+        return f"{stack.name} has no such setting"
+    if recipe.shard_ranks == 1:
+        return "gradients are not sharded: shard is 1"
     if layout.pipeline > 1 and schedule_named(layout.schedule).split_backward:
-        return f"the schedule {layout.schedule} allows nothing else"
+        return f"the schedule {layout.schedule} requires it"
     return ""

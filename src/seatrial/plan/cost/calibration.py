@@ -1,13 +1,13 @@
-"""Pace of a stack on a GPU: its kernel times over good kernels' alone, with spread and source (calibration.toml).
+"""Pace of a stack on a GPU: its kernel times over those of good kernels alone, with spread and source (calibration.toml).
 
-    pace = typical x family x architecture x (watts / usual watts)^-power x fp8 x what is left of this stack on this GPU
+    pace = typical x family x architecture x (watts / usual watts)^-power x fp8 x residual of this stack on this GPU
 
-`operators` and `attention` multiply the time of their kind again: stacks differ more in fusion and choice of attention
-kernel than in matrix products, which all take from the vendor. All factors are fitted together (bench/plan_fit.py) and
-drawn towards 1, so what a chip does to one stack is known of all, and a stack with few rows stays near its family.
+`operators` and `attention` also multiply the time of their kind: stacks differ more in fusion and attention kernels than
+in GEMMs, for which all use the vendor's. All factors are fitted together (bench/plan_fit.py) with priors at 1, so the
+effect of a GPU on one stack applies to all, and a stack with few rows stays near its family.
 
-Interval: pace x exp(+- z x spread), spread being the standard deviation of log(measured / predicted), with what was never
-measured as a further part. The pace of a stack whose family was measured on this GPU is "borrowed", others "extrapolated".
+Interval: pace x exp(+- z x spread), spread being the standard deviation of log(measured / predicted), with a term for
+each unmeasured factor. The pace of a stack whose family was measured on this GPU is "borrowed", others "extrapolated".
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ from seatrial.plan.model.recipe import Precision
 Kind = Literal["calibrated", "borrowed", "extrapolated"]
 # Normal quantile: 85 % lie within +- Z standard deviations.
 Z = 1.44
-# Standard deviations of logarithms, of the fit's priors and of intervals: rows of one source, and another release of the
-# same stack (4 % in the median of published results); sources; a stack on a GPU beside family and architecture;
-# families; architectures. Chosen so that of rows of sources left out 85 % and more are inside (bench/plan_accuracy.json).
+# Standard deviations of logarithms, for the fit's priors and intervals: rows of one source, and releases of one stack
+# (4 % in the median of published results); sources; a stack on a GPU beyond family and architecture; families;
+# architectures. Chosen so that at least 85 % of the rows of held-out sources are inside (bench/plan_accuracy.json).
 ROWS, SOURCES, CELLS, FAMILIES, ARCHITECTURES = 0.04, 0.04, 0.1, 0.15, 0.2
 
 
 @dataclass(frozen=True)
 class Factors:
-    """Factors on the time of memory-bound operators and of attention, on top of the pace of all kernels."""
+    """Factors on the time of memory-bound operators and of attention, in addition to the pace."""
 
     operators: float = 1.0
     attention: float = 1.0
 
 
-EVEN = Factors()
+UNIT_FACTORS = Factors()
 
 
 @dataclass(frozen=True)
 class Pace:
-    """`value` multiplies the time of every kernel, `factors` that of some kinds; `spread` is of the whole step."""
+    """`value` multiplies all kernel times, `factors` those of some kinds; `spread` is of the whole step."""
 
     value: float
     spread: float
     kind: Kind
     source: str
-    factors: Factors = EVEN
+    factors: Factors = UNIT_FACTORS
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One stack on one GPU, as measured in 16 bits. `spread`: of runs made here; else it follows from rows and sources."""
+    """One stack on one GPU, measured in 16 bits. `spread`: of own runs; else it follows from rows and sources."""
 
     stack: str
     gpu: str
@@ -69,7 +69,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The measured paces, and what they say of others."""
+    """The measured paces, and the factors for others."""
 
     entries: tuple[Entry, ...]
     family: dict[str, str]  # stack -> its family
@@ -97,21 +97,21 @@ class Calibration:
             few = own.spread is None and (own.sources == 1 or own.rows < 3)
             rows = f" ({own.rows} row{'s' * (own.rows > 1)} of {own.sources} source{'s' * (own.sources > 1)})"
             return Pace(own.pace * eight, spread, "calibrated", own.source + rows * few, factors)
-        value = self.typical * self.families.get(family, 1.0) * self.chip(gpu) * eight
-        doubts = [ROWS, SOURCES, CELLS]
+        value = self.typical * self.families.get(family, 1.0) * self.gpu_factor(gpu) * eight
+        deviations = [ROWS, SOURCES, CELLS]
         if family not in self.families:
-            doubts.append(FAMILIES)
+            deviations.append(FAMILIES)
         if gpu.architecture not in self.architectures:
-            doubts.append(ARCHITECTURES)
+            deviations.append(ARCHITECTURES)
         near = [e for e in self.entries if self.family.get(e.stack, "") == family]
         here = [e for e in near if e.gpu == gpu.name]
         text = ", ".join(sorted(f"{e.stack} on {e.gpu}" for e in here or near)) or "all stacks"
         return Pace(
-            value, math.hypot(*doubts), "borrowed" if here else "extrapolated", f"from {text}", factors
+            value, math.hypot(*deviations), "borrowed" if here else "extrapolated", f"from {text}", factors
         )
 
-    def chip(self, gpu: Gpu) -> float:
-        """What architecture and power limit do to every stack's pace."""
+    def gpu_factor(self, gpu: Gpu) -> float:
+        """The factor of architecture and power limit on every stack's pace."""
         usual = next((g.watts for g in gpus() if g.architecture == gpu.architecture and g.watts), None)
         power = 1.0 if usual is None or gpu.watts is None else (gpu.watts / usual) ** -self.power
         return self.architectures.get(gpu.architecture, self._unknown) * power

@@ -1,11 +1,11 @@
-"""Duration of collectives, by level: rings over NVLink inside a domain, over the network cards between domains.
+"""Time of collectives: rings over NVLink inside a domain, over NICs between domains.
 
     time = start + hops + factor x bytes / bandwidth
     factor = 2 (n-1)/n for all_reduce, (n-1)/n for all_gather and reduce_scatter     (nccl-tests, doc/PERFORMANCE.md)
 
-A ring enters a domain (what NVLink joins: a node, or a rack of them) through one card and leaves through another, and
-NCCL builds as many rings as a group has cards: so a group with g ranks in each domain has the bandwidth of g cards,
-capped by NVLink's. All groups of a domain communicate at the same time, each with the cards of its own ranks.
+A ring enters an NVLink domain (a node, or a rack of them) through one NIC and leaves through another, and NCCL builds as
+many rings as a group has NICs: so a group with g ranks in each domain has the bandwidth of g NICs, capped by NVLink's.
+All groups of a domain communicate at the same time, each with the NICs of its own ranks.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 # B200 with rings (public nccl-tests, the floors of `seatrial check`): 0.76 to 0.81.
 LOCAL_SHARE = 0.78
 # Share of the largest messages' bandwidth that a size reaches, latency excluded: 16 to 64 MiB 0.68, from 256 MiB on 1
-# (all_reduce over 8 B200, nccl 2.27.7, stas00/ml-engineering@744d01e network/README.md, 50 us subtracted). Filling the
-# links takes a time, not a size: at 160 GB/s 64 MiB reach 0.9 (NVIDIA/nccl issue 1411), so sizes scale with link speed.
+# (all_reduce over 8 B200, nccl 2.27.7, stas00/ml-engineering@744d01e network/README.md, 50 us subtracted). Saturation
+# depends on time, not size: at 160 GB/s 64 MiB reach 0.9 (NVIDIA/nccl issue 1411), so sizes scale with link speed.
 SMALL_SHARE, SMALL_BYTES, LARGE_BYTES, FILLED_GB_S = 0.68, 64 * 2**20, 256 * 2**20, 900.0
 
 
 def size_share(n_bytes: float, link_gb_s: float = FILLED_GB_S) -> float:
-    """Bandwidth share of a size (see SMALL_SHARE), logarithmic in between. A larger message never takes less time."""
+    """Bandwidth share of a size (see SMALL_SHARE), logarithmic in between. A larger message is never faster."""
     size = n_bytes * FILLED_GB_S / link_gb_s
     if size <= SMALL_BYTES:
         return SMALL_SHARE
@@ -42,7 +42,7 @@ def size_share(n_bytes: float, link_gb_s: float = FILLED_GB_S) -> float:
 
 
 class UnknownNetworkError(ValueError):
-    """Ranks in several NVLink domains communicate, but the network between them is not known."""
+    """Ranks in several NVLink domains communicate, and the network between them is unknown."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Fabric:
 
     @classmethod
     def of(cls, cluster: Cluster, recipe: Recipe) -> Fabric:
-        """As this layout uses them."""
+        """The links as this layout uses them."""
         return cls(placed(cluster, recipe))
 
     def bandwidth(self, at: Group, share: float = 1.0) -> float:
@@ -61,7 +61,7 @@ class Fabric:
         local = self.cluster.gpu.link_gb_s * 1e9 * LOCAL_SHARE * share
         if at.domains == 1:
             return local
-        # A single rank per domain has its own card, and NVLink is not involved.
+        # A single rank per domain has its own NIC, and NVLink is not involved.
         between = at.per_domain * self._card()
         return between if at.per_domain == 1 else min(local, between)
 

@@ -1,8 +1,8 @@
-"""Dry run: one training step by the trainer's own code, for any rank of any world, with no GPU and no memory.
+"""Dry run: one training step by the trainer's own code on fake tensors, for any rank of any world, without GPUs.
 
-Its results are counted, not modelled: bytes of parameters, gradients and optimizer state, the memory peak and its
-composition, FLOPs, and every collective by dimension of the layout. Time is not counted: it is predicted by the closed
-form, which the dry run checks.
+Its results are counted, not modelled: bytes of parameters, gradients and optimizer state, peak memory and its
+composition, FLOPs, and every collective by dimension of the layout. Time is predicted by the closed form only, which the
+dry run checks.
 
 torch runs in separate processes (`seatrial.train.dryrun.process`); nothing here imports it.
 """
@@ -22,7 +22,7 @@ from seatrial.base.errors import InputError, InternalError, RunFailed, address_l
 from seatrial.base.process import python
 from seatrial.job.job import Job
 from seatrial.job.layout import Coordinates
-from seatrial.plan.cost.dryrun_extrapolate import Grid, carry, carry_peak, grid
+from seatrial.plan.cost.dryrun_extrapolate import Grid, extrapolate, extrapolate_peak, grid
 
 Device = Literal["cuda", "cpu"]
 
@@ -42,10 +42,10 @@ class Traffic:
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes this rank has to send: (n-1)/n of the payload, twice that for an all-reduce, all of a message.
+        """Bytes this rank sends at least: (n-1)/n of the payload, twice that for an all-reduce, all of a message.
 
-        That is the lower bound of any algorithm, and what rings send (Patarasuk and Yuan 2009; the bus bandwidth of
-        nccl-tests). A broadcast is forwarded once.
+        The lower bound of any algorithm, reached by rings (Patarasuk and Yuan 2009; bus bandwidth of nccl-tests). A
+        broadcast is forwarded once.
         """
         part = (self.ranks - 1) / self.ranks
         factor = {"all-gather": part, "reduce-scatter": part, "all-reduce": 2 * part, "receive": 0.0}
@@ -71,7 +71,7 @@ class RankStep:
     seconds: float  # spent tracing
 
     def sent_bytes(self, dimension: str) -> float:
-        """Bytes that this rank sends over `dimension` in a step, at least."""
+        """Bytes that this rank sends at least over `dimension` in a step."""
         return sum(t.sent_bytes for t in self.traffic if t.dimension == dimension)
 
 
@@ -90,9 +90,9 @@ class DryRun:
 
 
 def one_of_each(job: Job) -> list[int]:
-    """One rank per pipeline rank: all others behave like one of these.
+    """One rank per pipeline rank; all others are equivalent to one of these.
 
-    Rank 0 of the shard group, whose shards are the largest where a dimension does not divide evenly.
+    Rank 0 of the shard group, whose shards are the largest if a dimension does not divide evenly.
     """
     return [job.layout.rank(Coordinates(p, 0, 0, 0)) for p in range(job.layout.pipeline)]
 
@@ -109,8 +109,8 @@ def dry_run(
     """Trace one step of `ranks` (if None: `one_of_each`) as it would run on `device`.
 
     `whole` traces all layers and microbatches instead of extrapolating from a few; the result is the same. Peak memory
-    on "cuda" is what torch's allocator hands out at once (`torch.cuda.max_memory_allocated`); the memory of CUDA, NCCL
-    and cuBLAS, and fragmentation, come on top and are not known here.
+    on "cuda" is torch's `torch.cuda.max_memory_allocated`; memory of CUDA, NCCL and cuBLAS, and fragmentation, are not
+    included.
 
     Raises InputError for a rank that does not exist, RunFailed if a process was killed by a signal or timed out,
     InternalError if it failed.
@@ -194,8 +194,8 @@ def _ask(
 def _rank(job: Job, at: Grid, rank: int, traces: list[dict[str, Any]]) -> RankStep:
     layout = job.layout
     place = layout.coordinates(rank)
-    held = carry(at, [t["bytes"] for t in traces])
-    label, peak = carry_peak(at, [t["peaks"] for t in traces])
+    held = extrapolate(at, [t["bytes"] for t in traces])
+    label, peak = extrapolate_peak(at, [t["peaks"] for t in traces])
     return RankStep(
         rank=rank,
         at=place,
@@ -209,7 +209,7 @@ def _rank(job: Job, at: Grid, rank: int, traces: list[dict[str, Any]]) -> RankSt
         peak_bytes=sum(peak.values()),
         peak_label=label,
         peak=peak,
-        flops=carry(at, [{(phase, kind): n for phase, kind, n in t["flops"]} for t in traces]),
+        flops=extrapolate(at, [{(phase, kind): n for phase, kind, n in t["flops"]} for t in traces]),
         traffic=_traffic(job, at, traces),
         traced=tuple(at.points),
         seconds=sum(t["seconds"] for t in traces),
@@ -217,7 +217,7 @@ def _rank(job: Job, at: Grid, rank: int, traces: list[dict[str, Any]]) -> RankSt
 
 
 def _traffic(job: Job, at: Grid, traces: list[dict[str, Any]]) -> tuple[Traffic, ...]:
-    # Single messages may grow with the layers (all norms' gradients are sent in one), so sums are extrapolated.
+    # A message may grow with the number of layers (all norms' gradients are in one), so sums are extrapolated.
     calls: list[dict[tuple[str, str, str], int]] = []
     payload: list[dict[tuple[str, str, str], int]] = []
     for trace in traces:
@@ -227,7 +227,7 @@ def _traffic(job: Job, at: Grid, traces: list[dict[str, Any]]) -> tuple[Traffic,
             key = (kind, dimension, dtype)
             calls[-1][key] = calls[-1].get(key, 0) + n
             payload[-1][key] = payload[-1].get(key, 0) + n * n_bytes
-    all_calls, all_payload = carry(at, calls), carry(at, payload)
+    all_calls, all_payload = extrapolate(at, calls), extrapolate(at, payload)
     sizes = {"world": job.layout.world_size, "ends": 2}
     return tuple(
         Traffic(
@@ -246,12 +246,12 @@ def _notes(job: Job, device: Device) -> list[str]:
     notes = []
     if job.train.compile:
         notes.append(
-            "compile = true is not traced: memory and FLOPs are of the same step without compilation, which needs more "
-            "memory; collectives are the same"
+            "compile = true is not traced: memory and FLOPs are those without compilation, which needs more memory; "
+            "collectives are the same"
         )
     if device == "cuda" and not job.data.attend_across_documents:
         notes.append(
-            "attend_across_documents = false: which attention kernel CUDA takes with a bias, and what it keeps, is not "
-            "known; flash attention's memory is counted, and the bias"
+            "attend_across_documents = false: which attention kernel CUDA uses with a bias, and what it saves, is unknown; "
+            "the memory of flash attention and of the bias is counted"
         )
     return notes

@@ -1,11 +1,11 @@
 """Exact extrapolation from traces of few layers and microbatches to a whole step.
 
-Layers of a stage are alike, and so are the microbatches of a schedule in steady state. So every count of a step
-is a + b q + c M + d q M, with q layers a stage and M microbatches: four traces determine it, in integers. Memory is not
-a count: with more layers the peak of a step may be elsewhere. But the height of each section of the step (for example
-the backward pass of the last layer of the second microbatch up to its third product) has this form too, so each is
-extrapolated separately, and the highest of them is the step's peak. Sections in the middle of a step, which a smaller
-trace lacks, are no higher than those at one of their ends.
+Layers of a stage are equal, and so are the microbatches of a schedule in steady state. So every count of a step
+is a + b q + c M + d q M, with q layers a stage and M microbatches: four traces determine it, in integers. Peak memory is
+not a count: with more layers it may be elsewhere. But the peak of each section of the step (for example the backward pass
+of the last layer of the second microbatch up to its third GEMM) has this form too, so each is extrapolated separately,
+and the highest is the step's peak. Sections in the middle of a step, which a smaller trace lacks, are no higher than those
+at one of their ends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LAYERS = 4
 
 @dataclass(frozen=True)
 class Axis:
-    """One of the two sizes: its wanted value, and the one or two values that are traced."""
+    """One of the two sizes: its target value, and the one or two values that are traced."""
 
     wanted: int
     traced: tuple[int, ...]
@@ -36,7 +36,7 @@ class Axis:
 
     @property
     def steps(self) -> int:
-        """How many times the difference of the two traced values fits between the first and the wanted one."""
+        """(target - first traced value) / (second - first)."""
         if self.exact:
             return 0
         first, second = self.traced
@@ -55,7 +55,7 @@ class Grid:
 
     @property
     def points(self) -> list[tuple[int, int]]:
-        """(layers, microbatches) of each trace, in the order that `carry` expects."""
+        """(layers, microbatches) of each trace, in the order that `extrapolate` expects."""
         return [(layers, m) for layers in self.layers.traced for m in self.microbatches.traced]
 
     @property
@@ -64,10 +64,9 @@ class Grid:
 
 
 def grid(layout: Layout, layers: int, microbatches: int, *, whole: bool = False) -> Grid:
-    """The sizes to trace for a model with `layers`; `whole`: its full sizes, with nothing extrapolated.
+    """The sizes to trace for a model with `layers`; `whole`: its full sizes, without extrapolation.
 
-    The remainder of layers that do not divide evenly is kept, so that the same stages are the larger ones
-    (`Layout.stage_layers`).
+    The remainder of layers over stages is kept, so that the same stages are the larger ones (`Layout.stage_layers`).
     """
     each, spare = divmod(layers, layout.stages)
     sizes: tuple[int, ...] = (layers,)
@@ -82,10 +81,10 @@ def grid(layout: Layout, layers: int, microbatches: int, *, whole: bool = False)
 
 
 def _edges(layout: Layout) -> tuple[int, int]:
-    """How many microbatches the pipeline's filling affects at the beginning, and its draining at the end.
+    """How many microbatches the pipeline's warm-up affects at the beginning, and its cool-down at the end.
 
-    In 1F1B a rank has at most P microbatches in flight. With several stages a rank, up to 2 P are in flight through
-    its first one before a backward pass returns (arXiv:2104.04473, section 2.2).
+    In 1F1B a rank has at most P microbatches in flight. With several stages a rank, its first one has up to 2 P in flight
+    before the first backward pass (arXiv:2104.04473, section 2.2).
     """
     p = layout.pipeline
     if p > 1 and schedule_named(layout.schedule).several_stages:
@@ -96,11 +95,8 @@ def _edges(layout: Layout) -> tuple[int, int]:
 Values = Mapping[Any, int]
 
 
-def carry(at: Grid, traces: Sequence[Values]) -> dict[Any, int]:
-    """The values at the wanted size, from those of the traces at `at.points`.
-
-    A key that is missing in a trace counts as 0 there.
-    """
+def extrapolate(at: Grid, traces: Sequence[Values]) -> dict[Any, int]:
+    """The values at the target size, from the traces at `at.points`. A key that a trace lacks is 0 there."""
     keys = set().union(*traces)
     x, y = at.layers.steps, at.microbatches.steps
     n = len(at.microbatches.traced)
@@ -115,9 +111,11 @@ def carry(at: Grid, traces: Sequence[Values]) -> dict[Any, int]:
     return out
 
 
-def carry_peak(at: Grid, traces: Sequence[Mapping[str, Mapping[str, int]]]) -> tuple[str, dict[str, int]]:
-    """(label, bytes by kind) of the peak of the wanted step. `traces`: label -> kind -> bytes."""
+def extrapolate_peak(
+    at: Grid, traces: Sequence[Mapping[str, Mapping[str, int]]]
+) -> tuple[str, dict[str, int]]:
+    """(label, bytes by kind) of the peak at the target size. `traces`: label -> kind -> bytes."""
     labels = set(traces[0]).intersection(*traces[1:])
-    heights = {label: carry(at, [t[label] for t in traces]) for label in labels}
+    heights = {label: extrapolate(at, [t[label] for t in traces]) for label in labels}
     best = max(sorted(heights), key=lambda label: sum(heights[label].values()))
     return best, {kind: n for kind, n in sorted(heights[best].items()) if n}

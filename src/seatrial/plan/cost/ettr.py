@@ -1,7 +1,7 @@
 """Effective training time ratio (ETTR) of a long run on nodes that fail, as the expectation of a renewal process.
 
-ETTR = productive training time / wall-clock time. Productive is work done once, at the full number of nodes: redone
-steps, stalls on saving, snapshot copies, recoveries, waiting, and the speed that a shrunk run lacks count against it.
+ETTR = productive training time / wall-clock time. Productive is work done once, at the full number of nodes: not redone
+steps, stalls for saves, snapshot copies, recoveries, waits, nor the speed that a shrunk run lacks.
 Failures are a Poisson process with one rate per node. `renewal` is compared with tests/sim/ettr_simulation.py.
 """
 
@@ -14,12 +14,12 @@ from typing import Literal
 DAY_S = 86400.0
 
 Remedy = Literal["process", "reset", "node"]
-"""What a failure needs: new processes on the same node; a GPU reset with requalification; another node."""
+"""The recovery from a failure: new processes on the same node; a GPU reset with requalification; another node."""
 
 
 @dataclass(frozen=True)
 class Branch:
-    """One kind of failure: its share of all, what it needs, and the seconds from the failure to the next step.
+    """One kind of failure: its share of all, its remedy, and the seconds from the failure to the next step.
 
     `down_s` excludes waiting for nodes: detection, decision, new processes, communicators, loading.
     """
@@ -38,17 +38,17 @@ class Case:
     branches: tuple[Branch, ...]
     disk_interval_s: float
     disk_stall_s: float  # a save stalls training this long
-    disk_lag_s: float = 0.0  # a save can be resumed from this much later
+    disk_lag_s: float = 0.0  # until a save can be resumed from
     memory_interval_s: float = 0.0  # 0: no memory tier
-    memory_stall_s: float = 0.0  # what a snapshot costs, spread over its interval
-    memory_lag_s: float = 0.0  # until its copy has reached the other node
+    memory_stall_s: float = 0.0  # cost of a snapshot, spread over its interval
+    memory_lag_s: float = 0.0  # until its copy is on the other node
     disk_extra_s: float = 0.0  # a load from disk takes this much longer than the one in `down_s`
     spares: int = 0
-    replacement_s: float = 0.0  # until another node is found where there is no spare
-    repair_s: float = 0.0  # mean (exponential) until a lost node of the pool is back
+    replacement_s: float = 0.0  # until another node is found if there is no spare
+    repair_s: float = 0.0  # mean (exponential) time to repair a lost node of the pool
     reset_s: float = 0.0  # until a node whose GPU was reset is back
     shrink: bool = False  # continue without the node if there is no spare
-    replica_nodes: int = 1  # nodes that hold one whole data-parallel replica
+    replica_nodes: int = 1  # nodes of one data-parallel replica
     shrink_extra_s: float = 0.0  # a recovery at fewer nodes takes this much longer
     grow_s: float = 0.0  # a planned restart at more nodes: nothing is redone
 
@@ -65,28 +65,28 @@ class Case:
 
     @property
     def mttf_s(self) -> float:
-        """Mean time to failure of all nodes, 1 / (N r); infinite where nothing fails."""
+        """Mean time to failure of all nodes, 1 / (N r); infinite without failures."""
         rate = self.nodes * self.failures_per_node_s
         return 1 / rate if rate else math.inf
 
 
 def _waits(case: Case) -> list[float]:
-    """Mean wait of each branch for a node if there is never a spare: the shorter of repair and replacement."""
+    """Mean wait of each branch for a node without spares: the shorter of repair and replacement."""
     swap = case.repair_s * -math.expm1(-case.replacement_s / case.repair_s) if case.repair_s else 0.0
     by_remedy = {"process": 0.0, "reset": min(case.reset_s, case.replacement_s), "node": swap}
     return [by_remedy[b.remedy] for b in case.branches]
 
 
 def _shrunk(case: Case, wait: float) -> float:
-    """Seconds that a shrunk run loses while a node is missing: one replica's speed, and the extra of both restarts."""
+    """Seconds that a shrunk run loses while a node is missing: one replica's speed, and the cost of both restarts."""
     return wait * case.replica_nodes / case.nodes + case.shrink_extra_s + case.grow_s
 
 
 def renewal(case: Case) -> float:
     """E[ETTR] of the renewal process, failures during recovery included; exact for one tier and enough spares.
 
-    The time from a recovery to the next failure is exponential with mean M. It secures a whole interval of work for
-    each S seconds (interval, overhead, stalls) that it lasts beyond the lag L: exp(-L/M) / (exp(S/M) - 1) on average.
+    The time from a recovery to the next failure is exponential with mean M. It completes an interval of work for each S
+    seconds (interval, overhead, stalls) beyond the lag L: exp(-L/M) / (exp(S/M) - 1) on average.
     A recovery is retried until no failure occurs within it: with p = E[exp(-R/M)], M / p is the mean length of a cycle.
     (Daly's complete model, FGCS 22(3), 2006, is the case L = 0 and a single R.) Two approximations: with a memory
     tier the stalls of disk saves are spread evenly, and a wait for a node counts as part of R.

@@ -1,4 +1,4 @@
-"""Forecast of a whole run from its step time: saves, failures and their cost, wall-clock time and GPU hours."""
+"""Forecast of a whole run from its step time: saves, failures, wall-clock time and GPU hours."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from seatrial.plan.model.cluster import Cluster
 from seatrial.plan.model.recipe import Recipe
 from seatrial.record.interval import Interval, choose_interval
 
-# GPU to host memory while all eight copy; `seatrial check` has the lower limits of one alone (23 on A100, 48 on H100).
+# GPU to host memory while all eight copy; `seatrial check` has the lower limits of a single one (23 on A100, 48 on H100).
 HOST_GB_S = 20.0
 HOST_SOURCE = "assumption: below the 23 GB/s that a single A100 reaches"
 NEW_PROCESS_S = 30.0  # assumption: Python, CUDA context, compiled code from its cache, first step
@@ -34,8 +34,8 @@ class Finish:
     failures: float  # expected number during the run
     checkpoint_bytes: float
     stall_s: float  # of one save
-    down_s: float  # from a failure to training again
-    joining_s: float  # of it for communicators
+    down_s: float  # from a failure to the next step
+    joining_s: float  # part of it: creating communicators
     every_s: float  # between saves
     interval: Interval  # the best one
     gpu_hours: float
@@ -47,17 +47,17 @@ class Finish:
         return self.waterfall[0].share
 
     def within(self, seconds: float, spread: float, faster: float = 1.0) -> float:
-        """Probability that the run ends within `seconds` of wall-clock time; `faster`: the factor by which steps are faster.
+        """Probability that the run ends within `seconds` of wall-clock time; `faster`: speedup of a step.
 
-        Steps are lognormal around the prediction with `spread` (`Pace.spread`), as in its interval. Failures are a Poisson
-        process of the expected rate, and each costs what one costs on average. Uncertainty of the rate is not included.
+        Step time is lognormal around the prediction with `spread` (`Pace.spread`), as in its interval. Failures are a
+        Poisson process of the expected rate, each with the average cost. Uncertainty of the rate is not included.
         """
         *_, failing = self.waterfall
         work = (self.wall_s - failing.seconds) / faster
         each = failing.seconds / self.failures
         expected = seconds / self.wall_s * self.failures
         likely, normal = 0.0, NormalDist()
-        most = expected + 12 * math.sqrt(expected) + 30  # more failures than ever happen
+        most = expected + 12 * math.sqrt(expected) + 30  # more failures have negligible probability
         n = 0
         while n < most and (left := seconds - n * each) > 0:  # for the work, after n failures
             often = math.exp(n * math.log(expected) - expected - math.lgamma(n + 1))
@@ -80,16 +80,16 @@ def finish(
 ) -> Finish:
     """Forecast `steps` steps on nodes that fail at `rate`, with storage that reads and writes `storage_gb_s`.
 
-    Saved every `every_steps`, or at Young's interval, which `interval` contains either way.
+    It saves every `every_steps`, or at Young's interval, which is `interval` in both cases.
 
-    ETTR is the renewal process of `ettr.py` with one kind of failure: back to the newest checkpoint, in new processes
-    on available nodes. ValueError where steps, rate or bandwidth are not above 0.
+    ETTR is the renewal process of `ettr.py` with one kind of failure: a restart from the newest checkpoint, in new
+    processes on available nodes. ValueError if steps, rate or bandwidth are not above 0.
     """
     if steps < 1 or storage_gb_s <= 0:
         raise ValueError(f"no run of {steps} steps with storage of {storage_gb_s} GB/s")
     saved = 4 + optimizer_named(recipe.optimizer).state_bytes  # fp32 weights and state, each once
     size = float(saved * model.parameters())
-    # Each part of the model has one owner that saves it: replicas save nothing.
+    # Every shard is saved by one rank: replicas save nothing.
     stall = size / (recipe.world / recipe.layout.replicate) / (HOST_GB_S * 1e9)
     write = size / (storage_gb_s * 1e9)
     nodes = -(-recipe.world // cluster.gpus_per_node)

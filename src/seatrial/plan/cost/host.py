@@ -2,10 +2,10 @@
 
 A rank's state is its fp32 weights and both moments, 12 bytes a parameter (`Stack.state_bytes`). Host memory holds:
 
-    processes    Python with torch: a fork server and an agent per node, and the unshared memory of each rank
-    CPU ranks    the GPU memory of `memory.py`, in host memory here. An in-place recovery holds the state twice, without
+    processes    Python with torch: a fork server and an agent per node, and the private memory of each rank
+    CPU ranks    the GPU memory of `memory.py`, in host memory. An in-place recovery holds the state twice, without
                  gradients and activations
-    staging      one state per saving rank (those of the first replica), on its way into a checkpoint
+    staging      one state per saving rank (those of the first replica) while a checkpoint is written
     copies       per rank one being written and two files, 3 states; with copies on the next node two more files: 5
 """
 
@@ -37,10 +37,9 @@ _MIB = 1024.0**2
 # host.
 LAUNCHER_BYTES, AGENT_BYTES, FORK_SERVER_BYTES, LIBRARIES_BYTES = 50 * _MIB, 30 * _MIB, 140 * _MIB, 100 * _MIB
 CPU_RANK_BYTES, WRITER_BYTES = 200 * _MIB, 15 * _MIB
-# A CUDA rank imports torch itself, and CUDA and NCCL have host buffers. Assumed, not measured.
+# A CUDA rank imports torch itself, and CUDA and NCCL have host buffers. An assumption.
 CUDA_RANK_BYTES = 2048 * _MIB
-# glibc heap fragmentation relative to what torch has allocated: layer tensors come and go between lasting ones
-# (measured).
+# glibc heap over torch's allocations: fragmentation by short-lived tensors between lasting ones (measured).
 HEAP = 2.2
 _GRAIN = 2 * _MIB  # granularity of staging memory
 
@@ -84,7 +83,9 @@ def host_need(job: Job, device: Device) -> HostNeed:
     # Ranks of one pipeline stage need the same; on other launchers assume a node with ranks of the heaviest stage only.
     for stage in range(layout.pipeline):
         own = (
-            (stack.state_bytes[0] + stack.state_bytes[2]) * rank_parameters(model, recipe, stage) / recipe.cut
+            (stack.state_bytes[0] + stack.state_bytes[2])
+            * rank_parameters(model, recipe, stage)
+            / recipe.shard_ranks
         )
         here_of_it = layout.world_size // layout.pipeline if here else cluster.gpus_per_node
         saving = here_of_it // layout.replicate if here else here_of_it
@@ -147,7 +148,7 @@ class Account:
         return n, f"{more}; {self._price(n)}"
 
     def _price(self, copies: int) -> str:
-        """The consequence of fewer copies."""
+        """Where a run resumes with fewer copies."""
         layout, asked = self.job.layout, self.job.resilience
         if copies and layout.survives_a_node(self.job.cluster.gpus_per_node):
             return "a replica on another node holds the same state"
@@ -157,8 +158,8 @@ class Account:
             return "a replica's process holds the same state"
         return "a run that fails resumes from its last checkpoint"
 
-    def host_told(self) -> str:
-        """Host memory needed and available, for people."""
+    def host_text(self) -> str:
+        """Host memory needed and available, as text."""
         n, _ = self.copies
         parts = ", ".join(f"{name} {units.memory(b)}" for name, b in self.host.parts(n).items())
         there = "the available amount is unknown" if self.room is None else self.room.source
@@ -189,7 +190,7 @@ class Account:
 
 
 def would_fit(account: Account) -> str:
-    """A change of the job that would fit, for people; empty if none is found."""
+    """A change of the job that would fit, as text; empty if none is found."""
 
     def fits(job: Job) -> bool:
         other = replace(account, job=job, host=host_need(job, account.device))
@@ -213,17 +214,17 @@ def would_fit(account: Account) -> str:
 
 
 def in_words(account: Account) -> Iterator[tuple[str, str]]:
-    """(label, text) of memory needed and available."""
-    yield "host memory", account.host_told()
+    """(label, text) of memory needed and available, for printing."""
+    yield "host memory", account.host_text()
     if account.device == "cuda":
         of = "" if account.gpu_room is None else f" of {units.memory(account.gpu_room)}"
         unknown = "; the GPU's memory here is unknown" if account.gpu_room is None else ""
         yield "GPU memory", f"{units.memory(account.gpu)}{of} a GPU{unknown}"
     if account.job.microbatches > 1:
-        how = "whole" if account.job.train.accumulate == "whole" else "as each rank's part"
+        how = "whole" if account.job.train.accumulate == "whole" else "sharded"
         yield (
             "gradients",
-            f"of {account.job.microbatches} microbatches are added up {how} ({account.why_accumulate})",
+            f"of {account.job.microbatches} microbatches accumulate {how} ({account.why_accumulate})",
         )
     n, reason = account.copies
     beyond = " and the next" if n > 1 and account.host.nodes > 1 else ""

@@ -1,7 +1,7 @@
 """Kernel times on one GPU: matrix products by shape, attention, and memory-bound operators.
 
-These are what good kernels reach when they run alone. What a software stack adds (its own kernels, clocks under power
-limits, gaps between kernels) is the stack's `pace`, see `calibration.py`.
+These are times of good kernels that run alone. The effect of a software stack (other kernels, clocks under power limits,
+gaps between kernels) is its `pace`, see `calibration.py`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from functools import cached_property
 from seatrial.hardware.catalogue import Gpu
 from seatrial.plan.model.recipe import Precision
 
-# Output tile of the usual large kernel; both orders are tried (docs.nvidia.com, "Matrix Multiplication Background").
+# Output tile of large kernels; both orders are tried (docs.nvidia.com, "Matrix Multiplication Background").
 TILE = (128, 256)
-# Streaming multiprocessors. For GPUs not listed, waves are not counted.
+# Streaming multiprocessors. For other GPUs wave quantisation is ignored.
 PROCESSORS = {
     "A100": 108,
     "H100 SXM": 132,
@@ -30,7 +30,7 @@ PROCESSORS_SOURCE = "NVIDIA's white papers: A100 108; H100 SXM 132, PCIe 114; cu
 # Share of the data sheet's bandwidth that copying or adding large arrays reaches.
 MEMORY_SHARE = 0.85
 MEMORY_SOURCE = "assumption: STREAM-like kernels read 83 to 93 % of the data sheet on A100 and H100"
-# Batched products of heads whose width is no multiple of 8 miss the tensor cores (docs.nvidia.com, "Matrix
+# Batched GEMMs of heads whose width is not a multiple of 8 do not use tensor cores (docs.nvidia.com, "Matrix
 # Multiplication Background"): an A100's TFLOP/s without them, from the data sheet. BigScience (chronicles-prequel):
 # 162.7 s with 128 heads of 108 where 96 of 144 took 124.8; 221 s with 96 of 150 (width 14,400) where 13,824 took 160.
 TENSOR_CORE_ROWS, WITHOUT_TENSOR_CORES = 8, 19.5
@@ -40,7 +40,7 @@ WAVE_S = 1.0e-6
 
 
 class UnknownSpeedError(ValueError):
-    """The GPU's speed in this precision is not known; nothing is guessed."""
+    """The GPU's speed in this precision is unknown."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ _FLASH1_H100 = AttentionSpeed(
 )
 
 
-# By architecture; torch's FlashAttention-2 has no kernels for Blackwell, where sdpa uses cuDNN. Others were not measured.
+# By architecture; torch's FlashAttention-2 has no kernels for Blackwell, where SDPA uses cuDNN. Others are unmeasured.
 ATTENTION = {
     "Ampere": {"flash1": _FLASH1_A100, "flash2": _FLASH2_A100, "cudnn": _FLASH2_A100},
     "Hopper": {"flash1": _FLASH1_H100, "flash2": _FLASH2_H100, "cudnn": _CUDNN_H100},
@@ -111,7 +111,7 @@ class Kernels:
             return measured * 1e12
         if self.gpu.best_bf16_tflops is not None:
             return self.peak * self.gpu.best_bf16_tflops / self.gpu.bf16_tflops
-        return self.peak * 0.75  # all measured ones lie between 0.71 and 0.87; stated in `provenance`
+        return self.peak * 0.75  # all measured ones are between 0.71 and 0.87; stated in `provenance`
 
     @cached_property
     def memory(self) -> float:
@@ -130,9 +130,9 @@ class Kernels:
     def product(self, m: int, n: int, k: int) -> float:
         """Seconds of a matrix product [m, k] x [k, n].
 
-        Whole tiles are computed, in waves of one tile per processor, of which the last is seldom full; each wave has to
-        write its tiles. Never faster than its operands and result can be moved. Split-K and stream-K split the last
-        wave, so half of its idle time counts.
+        Whole tiles, in waves of one tile per SM, of which the last is seldom full; each wave writes its tiles. Not below
+        the time of moving operands and result (roofline). Split-K and stream-K split the last wave, so half of its idle
+        time counts.
         """
         if min(m, n, k) <= 0:
             return 0.0
@@ -145,14 +145,14 @@ class Kernels:
         waves = tiles / processors
         if waves >= 1:
             waves = (waves + math.ceil(waves)) / 2
-        else:  # smaller tiles, or parts of K, keep most processors busy
+        else:  # smaller tiles or split-K keep most SMs busy
             waves = max(waves, min(1.0, 0.5 + waves / 2))
         area = TILE[0] * TILE[1]
         tile_s = 2.0 * area * k / (self.best / processors) + 2.0 * area * processors / self.memory + WAVE_S
         return max(waves * tile_s, floor)
 
     def heads(self, head_dim: int) -> tuple[float, float]:
-        """Unfused attention's products: FLOP/s (0.6 of the best), and the width in whole tiles over a head's width."""
+        """Unfused attention's GEMMs: FLOP/s (0.6 of the best), and the width in whole tiles over a head's width."""
         speed = 0.6 * (WITHOUT_TENSOR_CORES * 1e12 if head_dim % TENSOR_CORE_ROWS else self.best)
         return speed, math.ceil(head_dim / NARROW) * NARROW / head_dim
 

@@ -1,17 +1,17 @@
-"""Bytes that training keeps on each GPU: states by sharding, activations by schedule position, working space.
+"""Memory of training on each GPU: states by sharding, activations by pipeline position, temporary memory.
 
 Activations are what `model/decoder.py` under `parallel/` saves for the backward pass ("ours"; e bytes a value,
 t positions of a microbatch, n tensor-parallel ranks, D hidden, N H queries, K H keys, F the MLP):
 
     two inputs of norms, this rank's positions      e t 2 D / n
-    two inputs of products, this rank's positions   e t 2 D / n                gathered again in the backward pass
+    two inputs of GEMMs, this rank's positions      e t 2 D / n                gathered again in the backward pass
     queries, keys (rotated), values, attention out  e t (2 N H + 2 K H) / n    and N H more if `overlap.reorders`
     gate, silu(gate), up and their product          e t 4 F / n
     log-sum-exp of attention, two roots of norms    4 t N / n + 8 t / n
 
-Other trainers that keep the same ("ours") keep the inputs of products gathered, e t 2 D. Megatron ("megatron") gathers again
-as we do (arXiv:2205.05198 section 4.2, without dropout and scores); "megatron-2021" is that paper's equation 1 with dropout
-and unfused scores, s b h (34 + 5 a s / h).
+Other trainers that save the same ("ours") save the inputs of GEMMs gathered, e t 2 D. Megatron ("megatron") gathers them
+again (arXiv:2205.05198 section 4.2, without dropout and scores); "megatron-2021" is that paper's equation 1 with dropout and
+unfused scores, s b h (34 + 5 a s / h).
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from seatrial.plan.cost.unshard import ACTIVE_STAGES
 from seatrial.plan.model.recipe import Recipe
 
 GIB = 1024**3
-# Outside torch's allocator, so not in max_memory_allocated: context and libraries, and NCCL's buffers per group.
+# Outside torch's allocator, so not in max_memory_allocated: context and libraries, and buffers per NCCL communicator.
 RUNTIME_BYTES = 0.7 * GIB
 GROUP_BYTES = 688.0 * 1024**2
 RUNTIME_SOURCE = (
     "0.7 GiB for context and libraries (assumption; 1.5 GiB before CUDA loaded kernels lazily: bigscience-workshop/bigscience "
-    "chronicles-prequel.md); 688 MiB for each of NCCL's groups (4 A100, NVIDIA/nccl issue 964)"
+    "chronicles-prequel.md); 688 MiB for each NCCL communicator (4 A100, NVIDIA/nccl issue 964)"
 )
 # Memory that the caching allocator cannot reuse, as a share of what is allocated.
 FRAGMENTATION = 0.04
 FRAGMENTATION_SOURCE = (
-    "reserved over allocated in 16 published runs: 2.8 to 7.9 %, in the mean 4.4 % (SimuMax, release v1.2)"
+    "reserved over allocated in 16 published runs: 2.8 to 7.9 %, mean 4.4 % (SimuMax, release v1.2)"
 )
 
 
@@ -47,16 +47,16 @@ FRAGMENTATION_SOURCE = (
 class Memory:
     """Bytes on one GPU at the peak of a step."""
 
-    parameters: float  # what the optimizer updates
-    gradients: float  # as the optimizer update sees them
+    parameters: float  # as the optimizer updates them
+    gradients: float  # as the optimizer reads them
     optimizer: float
-    gathered: float  # whole weights of sharded layers
-    unsharded_gradients: float  # what accumulates beyond `gradients` until it is reduced
+    gathered: float  # unsharded weights
+    unsharded_gradients: float  # beyond `gradients`, until they are reduced
     activations: float
     logits: float
-    messages: float  # buffers for messages from other stages
+    messages: float  # pipeline receive buffers
     runtime: float = RUNTIME_BYTES  # context, libraries, NCCL's buffers
-    streams: float = 0.0  # what streams other than the compute stream keep reserved at this point
+    streams: float = 0.0  # reserved by other streams than the compute stream at this point
 
     @property
     def states(self) -> float:
@@ -64,36 +64,36 @@ class Memory:
 
     @property
     def allocated(self) -> float:
-        """What torch's allocator reports as the peak."""
+        """Peak memory as torch's allocator reports it."""
         whole: float = sum(getattr(self, f.name) for f in fields(self))
         return whole - self.runtime - self.streams
 
     @property
     def reserved(self) -> float:
-        """What the GPU must have: the allocator's reserved memory and the runtime's."""
+        """Peak memory of the GPU: the allocator's reserved memory and the runtime's."""
         return self.held + self.runtime
 
     @property
     def held(self) -> float:
-        """What torch's allocator reports as reserved."""
+        """Reserved memory as torch's allocator reports it."""
         return self.allocated * (1 + FRAGMENTATION) + self.streams
 
 
-# Cached: a search asks whether a layout fits and then predicts it; what `parallel = "auto"` searched, the plan searches again.
+# Cached: a search first checks whether a layout fits, then predicts it; after `parallel = "auto"` the plan searches again.
 @lru_cache(maxsize=1 << 15)
 def memory(model: Architecture, recipe: Recipe, stack: Stack) -> Memory:
     """Memory of the pipeline rank that needs the most."""
-    ranks = [rank_memory(model, recipe, stack, r) for r in unlike_ranks(recipe.layout)]
+    ranks = [rank_memory(model, recipe, stack, r) for r in representative_ranks(recipe.layout)]
     return max(ranks, key=lambda m: m.allocated)
 
 
-def unlike_ranks(layout: Layout) -> list[int]:
-    """Pipeline ranks that differ most: the first, one in the middle, the last."""
+def representative_ranks(layout: Layout) -> list[int]:
+    """Representative pipeline ranks: the first, one in the middle, the last."""
     return sorted({0, layout.pipeline // 2, layout.pipeline - 1})
 
 
 def neighbours(layout: Layout, rank: int) -> int:
-    """How many stages the stages of a pipeline rank exchange messages with."""
+    """Number of neighbour stages of a pipeline rank's stages."""
     return sum((s > 0) + (s < layout.stages - 1) for s in layout.stage_indices(rank))
 
 
@@ -119,9 +119,9 @@ def rank_parameters(model: Architecture, recipe: Recipe, rank: int) -> float:
 def rank_memory(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> Memory:
     """Memory of pipeline rank `rank` at the highest of these points of a step.
 
-    The loss of the last stage (logits, all activations), the beginning of a backward pass (all activations, one layer's
-    gradients in flight), the end of the last backward pass (gradients, one layer), metrics reading logits after it, and the
-    end of a microbatch's backward pass in the first stage of a pipeline (the embedding's gradient).
+    The loss of the last stage (logits, all activations), the start of a backward pass (all activations, one layer's
+    gradients being reduced), the end of the last backward pass (gradients, one layer), metrics that read logits after it,
+    and the end of a microbatch's backward pass in the first stage of a pipeline (the embedding's gradient).
     """
     points = [_backward(model, recipe, stack, rank), _end(model, recipe, stack, rank)]
     if rank == recipe.layout.pipeline - 1:
@@ -132,10 +132,10 @@ def rank_memory(model: Architecture, recipe: Recipe, stack: Stack, rank: int) ->
     if rank in ends and recipe.layout.pipeline > 1 and recipe.accumulate == "sharded":
         points.append(_embedding(model, recipe, stack, rank))
     highest = max(points, key=lambda m: m.allocated)
-    if recipe.sharding != "full" or recipe.cut * recipe.layout.replicate == 1:
+    if recipe.sharding != "full" or recipe.shard_ranks * recipe.layout.replicate == 1:
         return highest
-    # Weights are gathered and gradients reduced in separate streams, and the allocator gives a stream's memory to no
-    # other (docs.pytorch.org, notes/cuda, memory management): what these held at their own peaks stays reserved.
+    # Weights are gathered and gradients reduced in separate streams, and the allocator does not share memory between
+    # streams (docs.pytorch.org, notes/cuda, memory management): the peak of each stays reserved.
     other = ("gathered", "gradients", "unsharded_gradients")
     spare = sum(max(getattr(m, f) for m in points) - getattr(highest, f) for f in other)
     return replace(highest, streams=spare)
@@ -152,8 +152,8 @@ def _loss(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> Memor
         if layout.pipeline > 1 and layout.tensor == 1 and stack.layer_states == "ours":
             each += recipe.width  # torch's pipeline keeps the stage's output while its fp32 copy is in use
         return replace(held, logits=each * recipe.tokens * columns)
-    # One part (`parallel/loss.py`): its logits in fp32, beside them in 16 bits; its hidden states of all ranks; their gradient.
-    # And the gradients of this rank's hidden states and of the head's weight.
+    # One part (`parallel/loss.py`): its logits in fp32 and in 16 bits; its hidden states of all ranks; their gradient. Also
+    # the gradients of this rank's hidden states and of the head's weight.
     part = (each if recipe.width == 2 else each - 2) * columns
     part += recipe.width * model.hidden_size * (2 if layout.tensor > 1 else 1)
     return replace(
@@ -165,7 +165,7 @@ def _loss(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> Memor
 
 
 def _metrics(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> Memory:
-    """Memory after the backward pass, when training metrics read the logits again: activations are freed."""
+    """Memory when training metrics read the logits after the backward pass: activations are freed."""
     held = stack.metrics * recipe.tokens * model.vocab_size / recipe.layout.tensor
     end = _end(model, recipe, stack, rank)
     return replace(end, gathered=_gathered(model, recipe, rank, layers=0), activations=0.0, logits=held)
@@ -175,16 +175,16 @@ def _backward(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> M
     base = _base(model, recipe, stack, rank)
     layer = layer_share(model, recipe.layout.tensor)
     whole = layer_activations(model, recipe, stack)
-    # A recomputed layer is held whole; otherwise only the gradients passing through it are added.
+    # A recomputed layer keeps all its activations; otherwise only gradients of activations are added.
     working = whole * (0.3 if recipe.recompute in ("none", "attention") else 1.0)
     transient = 0.0
     if _reduces_at_once(recipe, stack):
         transient = (recipe.width + 4) * layer
         if stack.name in OURS:
-            # A layer whose gradients are on their way has freed its activations.
+            # A layer whose gradients are being reduced has freed its activations.
             transient = max(0.0, transient - (whole if recipe.recompute == "none" else 0.0))
     if stack.name in OURS and recipe.sharding == "full" and rank == recipe.layout.pipeline - 1:
-        # The head's stays as computed until the root is reduced or added up, at the end of a backward pass.
+        # The head's gradient stays in 16 bits until the root is reduced or accumulated, after a backward pass.
         transient += recipe.width * model.embedding_parameters() / recipe.layout.tensor
     return replace(
         base,
@@ -195,9 +195,9 @@ def _backward(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> M
 
 
 def _embedding(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> Memory:
-    """Memory when an end of a pipeline reduces the embedding's or the head's gradient, with other microbatches in flight.
+    """Memory when the first or last stage reduces the embedding's or head's gradient, with other microbatches in flight.
 
-    It exists three times: as computed, as added to the parameter's gradient, and in fp32 on its way (traced).
+    It exists three times: as computed, as accumulated, and in fp32 for the reduction (traced).
     """
     base, layout = _base(model, recipe, stack, rank), recipe.layout
     at = (layout.pipeline, layout.stages_per_rank, recipe.microbatches, rank)
@@ -213,7 +213,7 @@ def _embedding(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> 
 
 def _end(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> Memory:
     base = _base(model, recipe, stack, rank)
-    own = stack.state_bytes[1] * rank_parameters(model, recipe, rank) / recipe.cut
+    own = stack.state_bytes[1] * rank_parameters(model, recipe, rank) / recipe.shard_ranks
     return replace(
         base,
         gradients=own if recipe.sharding == "full" else base.gradients,
@@ -223,55 +223,55 @@ def _end(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> Memory
 
 
 def _reduces_at_once(recipe: Recipe, stack: Stack) -> bool:
-    """Whether full sharding reduces each layer's gradients at once instead of accumulating whole ones."""
+    """Whether full sharding reduces each layer's gradients in every microbatch instead of accumulating whole ones."""
     once = recipe.microbatches > 1 and stack.reduces_once(recipe)
     return recipe.sharding == "full" and not once
 
 
 def _base(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> Memory:
-    """Memory held throughout: states and buffers. Under full sharding, gradients only as far as they accumulate."""
+    """Memory held throughout the step: states, buffers and, under full sharding, accumulated gradients."""
     n = rank_parameters(model, recipe, rank)
     weight, gradient, state = stack.state_bytes
     unsharded = 0.0
     if recipe.sharding == "full":
-        parameters, optimizer = weight * n / recipe.cut, state * n / recipe.cut
-        gradients = gradient * n / recipe.cut if recipe.microbatches > 1 else 0.0
+        parameters, optimizer = weight * n / recipe.shard_ranks, state * n / recipe.shard_ranks
+        gradients = gradient * n / recipe.shard_ranks if recipe.microbatches > 1 else 0.0
         if not _reduces_at_once(recipe, stack):
             unsharded = 4 * n - gradients
     else:
         parameters, gradients, optimizer = float(weight * n), float(gradient * n), float(state * n)
         if recipe.sharding in ("optimizer", "gradients"):
-            optimizer /= recipe.cut
+            optimizer /= recipe.shard_ranks
         if recipe.sharding == "gradients":
-            gradients /= recipe.cut
+            gradients /= recipe.shard_ranks
     parameters += _eight_bit_weights(model, recipe, stack, rank)
     messages = _messages(model, recipe, stack, rank)
-    unsharded += stack.bucket_bytes  # DeepSpeed allocates its buffer even with no rank to reduce with
+    unsharded += stack.bucket_bytes  # DeepSpeed allocates its bucket even on a single rank
     return Memory(
         parameters, gradients, optimizer, 0.0, unsharded, 0.0, 0.0, messages, _runtime(recipe, stack)
     )
 
 
 def _runtime(recipe: Recipe, stack: Stack) -> float:
-    """Bytes of context, libraries, NCCL buffers: a group of all ranks, one per dimension, one per neighbour stage."""
+    """Bytes of context, libraries, NCCL buffers: communicators of the world, each dimension, each neighbour stage."""
     layout, groups = recipe.layout, 0
     if recipe.world > 1:
         groups = 1 + stack.groups + min(2, layout.pipeline - 1)
         groups += (layout.tensor > 1) + (recipe.context > 1)
         full = recipe.sharding == "full"
-        groups += (recipe.cut if full else recipe.context * layout.data_parallel) > 1
+        groups += (recipe.shard_ranks if full else recipe.context * layout.data_parallel) > 1
         groups += full and layout.replicate > 1
     held: float = stack.context_gib * GIB + groups * GROUP_BYTES
     return held
 
 
 def _gathered(model: Architecture, recipe: Recipe, rank: int, *, layers: int) -> float:
-    """Bytes of whole weights that full sharding has gathered: all, or the root's and those of `layers` layers.
+    """Bytes of weights that full sharding has gathered: all, or the root's and those of `layers` layers.
 
-    Under a pipeline torch frees nothing between microbatches, whatever `reshard_after_forward` is, as long as a rank
-    has at most three stages.
+    Under a pipeline with at most three stages a rank, torch frees nothing between microbatches, even with
+    `reshard_after_forward`.
     """
-    wrapped = recipe.cut * recipe.layout.replicate > 1 or recipe.precision != "fp32"
+    wrapped = recipe.shard_ranks * recipe.layout.replicate > 1 or recipe.precision != "fp32"
     if recipe.sharding != "full" or not wrapped:
         return 0.0
     n = rank_parameters(model, recipe, rank)
@@ -282,7 +282,7 @@ def _gathered(model: Architecture, recipe: Recipe, rank: int, *, layers: int) ->
 
 
 def _freed(model: Architecture, recipe: Recipe, rank: int) -> float:
-    """Parameters that are not gathered on a rank with more stages than torch's pipeline keeps whole (`unshard.py`).
+    """Parameters that are not gathered on a rank with more stages than torch's pipeline keeps gathered (`unshard.py`).
 
     Those of the smallest stages, less the embedding, which exists twice while its stage is gathered again with all
     activations held (traced, `seatrial.plan.cost.dryrun`).
@@ -298,13 +298,13 @@ def _freed(model: Architecture, recipe: Recipe, rank: int) -> float:
 
 
 def _waiting(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> float:
-    """Bytes of activations held for their backward pass at the schedule's peak."""
+    """Bytes of activations of microbatches in flight, at the schedule's peak."""
     whole = layer_activations(model, recipe, stack)
     kept_input = _stage_input(model, recipe)
     kept = {
         "none": whole,
         "attention": whole,
-        # q, v, outputs of gate and last product, attention, the layer's input; torchtitan saves every second product.
+        # q, v, outputs of gate and down projection, attention, the layer's input; torchtitan saves every second GEMM.
         "operators": recipe.width
         * recipe.tokens
         * (2 * model.query_width + model.kv_width + model.intermediate_size)
@@ -328,10 +328,9 @@ def _stage_input(model: Architecture, recipe: Recipe) -> float:
 
 
 def _owed(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> float:
-    """Output gradients of products and norms, kept until weight gradients are computed from them.
+    """Output gradients of GEMMs and norms, kept until weight gradients are computed from them.
 
-    Of every deferred stage and of the current one; in addition those of the logits, whose weights are the largest. Ours
-    computes these again.
+    Of every deferred weight pass and the current one; also those of the logits, which our head recomputes instead.
     """
     layout, schedule = recipe.layout, schedule_named(recipe.layout.schedule)
     if layout.pipeline == 1 or not schedule.split_backward:
@@ -347,7 +346,7 @@ def _owed(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> float
 
 
 def _eight_bit_weights(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> float:
-    """Bytes of the 8-bit weights that Megatron's fp8 products keep in addition, once plain and once transposed.
+    """Bytes of the fp8 weights that Megatron keeps in addition, plain and transposed.
 
     docs.nvidia.com, Transformer Engine, `is_first_microbatch`: cast in a step's first microbatch, used in all.
     """
@@ -376,13 +375,13 @@ def layer_activations(model: Architecture, recipe: Recipe, stack: Stack) -> floa
             scores = 0.0
         return t * D * (10.0 / own + 24.0 / n) + scores
     kept = width * t * (4 * D / own + (2 * NH + 2 * KH + (3 if model.gated else 2) * F) / n) + scale
-    if recipe.precision == "fp8":  # inputs of products are kept in 8 bits; attention's output in both widths
+    if recipe.precision == "fp8":  # GEMM inputs are saved in 8 bits; attention's output in both widths
         kept -= t * (2 * D / own + F / n - NH / n)
     return kept
 
 
 def _messages(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> float:
-    """Bytes of stage buffers: torch's pipeline has one per microbatch and direction, Megatron one per pass."""
+    """Bytes of pipeline receive buffers: torch has one per microbatch and direction, Megatron one per pass."""
     if recipe.layout.pipeline == 1:
         return 0.0
     each = _stage_input(model, recipe)

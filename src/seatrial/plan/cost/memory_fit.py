@@ -1,9 +1,9 @@
-"""Whether a layout fits (yes, tight, no): predicted against available memory, given the error of past predictions.
+"""Whether a layout fits (yes, tight, no): predicted against available memory, given the error of predictions.
 
-Memory predictions have an error, and its upper tail decides: with `margin` = available over predicted memory, a run
-fails if it needs more than `margin` times the prediction. How many published figures were that far above their own
-prediction is data (memory_error.toml, written by bench/plan_accuracy.py --calibration), counted, not fitted to a curve.
-Published runs succeeded: no figure is above its GPU's memory, so the tail is too short rather than too long.
+The upper tail of that error decides: with `margin` = available over predicted memory, a run fails if it needs more than
+`margin` times the prediction. How many published figures exceeded their prediction by that much is counted, not fitted
+(memory_error.toml, written by bench/plan_accuracy.py --calibration). Published runs did not run out of memory, so the
+tail is too short rather than too long.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import cache, cached_property
 from importlib.resources import files
 from typing import Any, Literal
 
-# The answer is "fits" if fewer than this share of the published figures exceeded their prediction by that much.
+# "fits": fewer than this share of the published figures exceeded their prediction by the margin.
 SURE = 0.01
 Word = Literal["fits", "tight", "does not fit"]
 
@@ -55,7 +55,7 @@ class Errors:
         return 1 / next(enough, math.inf)
 
     def without(self, source: str) -> Errors:
-        """The errors of the other sources: a source's own errors must not judge its own layouts."""
+        """The errors of the other sources, to judge layouts of `source` (held out)."""
         return replace(self, sources=tuple(s for s in self.sources if s.name != source))
 
 
@@ -78,7 +78,7 @@ class MemoryFit:
 
     @property
     def why(self) -> str:
-        """Why it is tight, in words; empty otherwise."""
+        """Why it is tight; empty otherwise."""
         if self.word != "tight":
             return ""
         if self.share is None:

@@ -1,4 +1,4 @@
-"""Prediction of a layout on a cluster: step time with an interval, speed, MFU, memory, and where the FLOPs go."""
+"""Prediction of a layout on a cluster: step time with an interval, throughput, MFU, memory, and the waterfall."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from seatrial.plan.model.recipe import Recipe
 
 @dataclass(frozen=True)
 class Share:
-    """One bar of the waterfall: a part of the step, and its share of the step's time, that is, of its peak FLOPs."""
+    """One bar of the waterfall: a part of the step and its share of the step time, that is, of its peak FLOPs."""
 
     name: str
     share: float
@@ -49,7 +49,7 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Whether the predicted memory is available; `verdict` says with what margin."""
+        """Whether the predicted memory is available; `verdict` also considers the margin."""
         return self.memory.reserved <= self.room
 
     @property
@@ -59,18 +59,18 @@ class Prediction:
 
 
 def stack_for(recipe: Recipe, name: str | Stack = "seatrial") -> Stack:
-    """The stack of this name (ours is a separate one if layers are compiled) with the recipe's optimizer; a Stack is returned unchanged."""
+    """The stack of this name, ours compiled if the recipe is, with the recipe's optimizer; a Stack is returned unchanged."""
     if isinstance(name, Stack):
         return name
     if name == "seatrial" and recipe.compiled:
         name = "seatrial-compiled"
     stack = stacks()[name]
     if recipe.accumulate == "sharded" and recipe.microbatches > 1:
-        # FSDP2 that reduces in every microbatch adds up shards, which are small.
+        # FSDP2 that reduces in every microbatch accumulates shards, which are small.
         stack = replace(stack, accumulate=stacks()["torchtitan"].accumulate)
     if recipe.optimizer == ADAMW.name:
         return stack
-    # stacks.toml is about AdamW. Each state is read and written once an update.
+    # stacks.toml assumes AdamW. Each state is read and written once an update.
     more = optimizer_named(recipe.optimizer).state_bytes - ADAMW.state_bytes
     weights, gradients, states = stack.state_bytes
     return replace(
@@ -98,11 +98,11 @@ def predict(
     tokens = recipe.global_batch * recipe.sequence / step / gpus
     peak = Kernels(cluster.gpu, recipe.precision).peak
     held = memory(model, recipe, behaviour)
-    doubt = math.exp(Z * pace.spread)
+    factor = math.exp(Z * pace.spread)
     return Prediction(
         step_s=step,
-        low_s=step / doubt,
-        high_s=step * doubt,
+        low_s=step / factor,
+        high_s=step * factor,
         tokens_per_s_per_gpu=tokens,
         mfu=mfu(model.flops_per_token(recipe.sequence), tokens, peak),
         mfu_full_attention=mfu(model.flops_per_token(recipe.sequence, full_attention=True), tokens, peak),
@@ -119,14 +119,14 @@ def predict(
 def capacity(cluster: Cluster) -> float:
     """Bytes available to a process on one GPU.
 
-    Data sheets' "GB" of memory are binary: nvidia-smi shows 81,559 MiB on an 80 GB H100, 143,771 on a 141 GB H200,
-    183,359 on a 180 GB B200. All of these are above 0.99 of the binary size.
+    Data sheets' "GB" of memory are GiB: nvidia-smi shows 81,559 MiB on an 80 GB H100, 143,771 on a 141 GB H200, 183,359
+    on a 180 GB B200. All of these are above 0.99 of the size in GiB.
     """
     return 0.99 * cluster.gpu.hbm_gb * GIB
 
 
 def waterfall(model: Architecture, recipe: Recipe, parts: Parts, peak: float) -> tuple[Share, ...]:
-    """Each part's share of the step, from the peak to the MFU. The shares add up to 1 exactly, the first is the MFU."""
+    """Each part's share of the step, from the peak to the MFU. The shares add up to 1, the first is the MFU."""
     total = parts.total
     tokens = recipe.global_batch * recipe.sequence / recipe.world
     ideal_products = 6.0 * model.matmul_parameters() * tokens / peak
@@ -151,36 +151,34 @@ def waterfall(model: Architecture, recipe: Recipe, parts: Parts, peak: float) ->
 def _provenance(cluster: Cluster, stack: Stack, pace: Pace) -> tuple[str, ...]:
     entries = [
         f"kernels: {cluster.gpu.name}, {cluster.gpu.source}",
-        f"pace {pace.value:.2f}, of operators bound by memory x {pace.factors.operators:.2f}, of attention x "
-        f"{pace.factors.attention:.2f} ({pace.kind}): {pace.source}",
+        f"pace {pace.value:.2f}, x {pace.factors.operators:.2f} for memory-bound operators, x "
+        f"{pace.factors.attention:.2f} for attention ({pace.kind}): {pace.source}",
         f"stack {stack.name}: {stack.source}",
     ]
     if cluster.gpu.best_bf16_tflops is None:
         entries.append("GEMMs: no measurement of this GPU; 0.75 of its peak is assumed")
-    entries.append(f"processors: {PROCESSORS_SOURCE}")
+    entries.append(f"streaming multiprocessors: {PROCESSORS_SOURCE}")
     entries.append(
         f"stragglers: kernels are {SLOWER_BY_DOUBLING:.1%} slower with every doubling of the GPUs, {SLOWER_SOURCE}"
     )
-    entries.append(
-        f"operators bound by memory: {MEMORY_SHARE} of the data sheet's bandwidth, {MEMORY_SOURCE}"
-    )
+    entries.append(f"memory-bound operators: {MEMORY_SHARE} of the data sheet's bandwidth, {MEMORY_SOURCE}")
     entries.append(
         f"memory outside torch's allocator: {RUNTIME_SOURCE}; {FRAGMENTATION:.0%} for fragmentation, {FRAGMENTATION_SOURCE}"
     )
-    entries.append(_memory_told())
+    entries.append(_memory_text())
     if cluster.network is not None:
         entries.append(f"network {cluster.network.name}: {cluster.network.source}")
         entries.append(
-            f"collectives reach {cluster.network.reached:.0%} of its rate: {cluster.network.reached_source}"
+            f"collectives reach {cluster.network.reached:.0%} of line rate: {cluster.network.reached_source}"
         )
         entries.append(f"latency {cluster.network.hop_us:g} us a hop: {cluster.network.hop_source}")
     return tuple(entries)
 
 
 @cache
-def _memory_told() -> str:
+def _memory_text() -> str:
     known = shipped_errors()
     return (
-        f"memory: fits up to {known.full:.0%} of a GPU's, tight above: there {SURE:.0%} and more of {known.figures} published figures "
+        f"memory: fits up to {known.full:.0%} of a GPU's, tight above, where at least {SURE:.0%} of {known.figures} published figures "
         f"exceeded their prediction by that much ({'; '.join(s.name for s in known.sources)})"
     )

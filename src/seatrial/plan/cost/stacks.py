@@ -1,4 +1,4 @@
-"""Software stacks as data (stacks.toml): what they fuse, overlap and keep."""
+"""Software stacks as data (stacks.toml): their fusion, overlap and memory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Stack:
     context_parallel: bool = False
 
     def reduces_once(self, recipe: Recipe) -> bool:
-        """Whether full sharding reduces gradients in the last microbatch only; torch's pipeline by itself always does so."""
+        """Whether full sharding reduces gradients in the last microbatch only; torch's pipeline always does."""
         return recipe.accumulate == "whole" and (self.reduce_once or recipe.layout.pipeline > 1)
 
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, fields
 
 from seatrial.job.architecture import Architecture
 from seatrial.job.schedules import Times, schedule_named
-from seatrial.plan.cost.calibration import EVEN, Factors
+from seatrial.plan.cost.calibration import UNIT_FACTORS, Factors
 from seatrial.plan.cost.collectives import Fabric
 from seatrial.plan.cost.kernels import MEMORY_SHARE
-from seatrial.plan.cost.memory import layer_share, neighbours, rank_parameters, unlike_ranks
+from seatrial.plan.cost.memory import layer_share, neighbours, rank_parameters, representative_ranks
 from seatrial.plan.cost.overlap import OURS
 from seatrial.plan.cost.stacks import Stack
 from seatrial.plan.cost.unshard import unshards
@@ -18,7 +18,7 @@ from seatrial.plan.model.cluster import Group, group
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.model.work import EARLY_STOP, REDONE, Work, tensor_group, work
 
-# Weak scaling of a layout slows a step by 0.4 to 0.7 % per doubling, beyond what communication explains; MaxText by 2.2 % in total.
+# Weak scaling of a layout slows a step by 0.4 to 0.7 % per doubling beyond what communication explains; MaxText by 2.2 % in total.
 SLOWER_BY_DOUBLING = 0.005
 SLOWER_SOURCE = (
     "64 to 2,048 H100 with Llama 3 70B 1.8 and 3.4 %, 16 to 2,048 with Nemotron 15B 4.5 and 4.8 % slower than communication "
@@ -28,7 +28,7 @@ SLOWER_SOURCE = (
 
 @dataclass(frozen=True)
 class Parts:
-    """Seconds of a step. Work is the mean over pipeline ranks; the slowest rank's excess over it is in `bubble`."""
+    """Seconds of a step. Work is the mean over pipeline ranks; the excess of the slowest rank is in `bubble`."""
 
     products: float
     attention: float
@@ -64,7 +64,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class Traffic(Sent):
-    """`leaving`: what of it leaves the NVLink domain over network cards, as the mean of the domain's GPUs."""
+    """`leaving`: the part that leaves the NVLink domain over NICs, as the mean of the domain's GPUs."""
 
     leaving: Sent
 
@@ -83,7 +83,7 @@ def slowest(world: int) -> float:
 
 
 def shard_group(recipe: Recipe, fabric: Fabric) -> Group:
-    return group(fabric.cluster, stride=recipe.layout.tensor, size=recipe.cut)
+    return group(fabric.cluster, stride=recipe.layout.tensor, size=recipe.shard_ranks)
 
 
 def replicate_group(recipe: Recipe, fabric: Fabric) -> Group:
@@ -92,13 +92,18 @@ def replicate_group(recipe: Recipe, fabric: Fabric) -> Group:
 
 
 def data_group(recipe: Recipe, fabric: Fabric) -> Group:
-    """All ranks that hold the same weights, context-parallel ones included: their gradients are reduced too."""
+    """All ranks with the same weights, whose gradients are reduced, context-parallel ones included."""
     size = recipe.context * recipe.layout.data_parallel
     return group(fabric.cluster, stride=recipe.layout.tensor, size=size)
 
 
 def step_parts(
-    model: Architecture, recipe: Recipe, fabric: Fabric, stack: Stack, pace: float, factors: Factors = EVEN
+    model: Architecture,
+    recipe: Recipe,
+    fabric: Fabric,
+    stack: Stack,
+    pace: float,
+    factors: Factors = UNIT_FACTORS,
 ) -> Parts:
     """The parts of one training step. Raises UnknownNetworkError, UnknownSpeedError."""
     w = work(model, recipe, fabric, stack, pace * slowest(recipe.world), factors)
@@ -118,8 +123,8 @@ def step_parts(
     sends = 2 * p2p * each * max(0, layout.stages - 1)
     data_in, slowed_in = (gathers[0] + gathers[1]) * layers * each, gathers[2] * layers * each
     once = _once(model, recipe, fabric, stack, w)
-    redone_beside = again.tensor + again.context + again.slowed
-    known = both.total + again.kernels + redone_beside + sends + data_in + slowed_in
+    redone_communication = again.tensor + again.context + again.slowed
+    known = both.total + again.kernels + redone_communication + sends + data_in + slowed_in
     return Parts(
         products=both.products,
         attention=both.attention,
@@ -169,14 +174,14 @@ def _send(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Stack) -> 
 
 def _leaves(recipe: Recipe, fabric: Fabric, rank: int) -> float:
     """Share of the messages between a pipeline rank and the next (of the last: the first) that leave an NVLink domain."""
-    joined, pipeline = fabric.cluster.joined, recipe.layout.pipeline
-    if not fabric.cluster.crosses:
+    joined, pipeline = fabric.cluster.domain_gpus, recipe.layout.pipeline
+    if not fabric.cluster.several_domains:
         return 0.0
     each = recipe.world // pipeline
     if each >= joined or rank == pipeline - 1:
         return 1.0
     here, there = (r * each for r in (rank, rank + 1))
-    if joined % each:  # borders of domains cut stages: on average
+    if joined % each:  # domain boundaries split stages: the average
         return each / joined
     return float(here // joined != there // joined)
 
@@ -185,7 +190,7 @@ def _tied_bytes(model: Architecture, recipe: Recipe, stack: Stack) -> float:
     """Bytes, on one rank, of the gradient of a tied embedding with copies in the first and the last stage."""
     if not model.tie_word_embeddings or recipe.layout.pipeline == 1:
         return 0.0
-    cut = recipe.cut if recipe.sharding in ("full", "gradients") else 1
+    cut = recipe.shard_ranks if recipe.sharding in ("full", "gradients") else 1
     return stack.state_bytes[1] * model.embedding_parameters() / recipe.layout.tensor / cut
 
 
@@ -199,8 +204,8 @@ def _tied(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Stack) -> 
 def _hidden_bytes(model: Architecture, recipe: Recipe) -> float:
     """Bytes that one rank sends to the next stage: its part of the positions.
 
-    Without sequence parallel all ranks of a tensor group hold the whole tensor, so each sends a part, which the
-    receiving group gathers over NVLink: arXiv:2104.04473 section 4.1; DeepSpeed's PartitionedTensor.
+    Without sequence parallel all ranks of a tensor group have the whole tensor, so each sends a part, which the receiving
+    group all-gathers over NVLink: arXiv:2104.04473 section 4.1; DeepSpeed's PartitionedTensor.
     """
     return 2.0 * recipe.tokens * model.hidden_size / recipe.layout.tensor
 
@@ -208,11 +213,11 @@ def _hidden_bytes(model: Architecture, recipe: Recipe) -> float:
 def _gathered_layer(
     model: Architecture, recipe: Recipe, fabric: Fabric, stack: Stack, w: Work
 ) -> tuple[float, float, float]:
-    """Full sharding, one layer and microbatch: seconds exposed (forward, backward), and seconds of slowed computation.
+    """Full sharding, one layer and microbatch: exposed seconds (forward, backward), and seconds of slowed computation.
 
-    The next layer's weights are gathered while this layer computes, so what exceeds a layer's computation is exposed.
+    The next layer's weights are gathered while this layer computes; the excess over its computation is exposed.
     """
-    if recipe.sharding != "full" or recipe.cut * recipe.layout.replicate == 1:
+    if recipe.sharding != "full" or recipe.shard_ranks * recipe.layout.replicate == 1:
         return 0.0, 0.0, 0.0
     n = model.layer_parameters() / recipe.layout.tensor
     gather = fabric.seconds("all_gather", 2.0 * n, shard_group(recipe, fabric))
@@ -220,7 +225,7 @@ def _gathered_layer(
     before, again = gathers_a_step(recipe)
     forward, backward = gather * before / micro, gather * again / micro
     scatter, copies = _reduction(n, recipe, fabric, stack)
-    # In every microbatch, and in the last one only, where nothing of it is hidden behind the others' backward passes.
+    # In every microbatch, and in the last one only, where it overlaps with that backward pass alone.
     always = scatter * (_reductions(recipe, stack) > 1) + copies * (_sums(recipe, stack) > 1)
     last = scatter + copies - always
     compute_f, compute_b = w.forward.total, (w.backward + w.again).total
@@ -236,7 +241,9 @@ def _reduction(parameters: float, recipe: Recipe, fabric: Fabric, stack: Stack) 
     """Seconds in which full sharding reduces the gradients of whole `parameters` once: (over the shard group, over replicas)."""
     n_bytes = stack.gradient_bytes * parameters
     scatter = fabric.seconds("reduce_scatter", n_bytes, shard_group(recipe, fabric))
-    return scatter, fabric.seconds("all_reduce", n_bytes / recipe.cut, replicate_group(recipe, fabric))
+    return scatter, fabric.seconds(
+        "all_reduce", n_bytes / recipe.shard_ranks, replicate_group(recipe, fabric)
+    )
 
 
 def _reductions(recipe: Recipe, stack: Stack) -> int:
@@ -245,16 +252,16 @@ def _reductions(recipe: Recipe, stack: Stack) -> int:
 
 
 def _sums(recipe: Recipe, stack: Stack) -> int:
-    """How often it sums them over replicas: ours once (`parallel/shard.py`), others as often as they reduce."""
+    """How often they are all-reduced over replicas: ours once (`parallel/shard.py`), others in every reduction."""
     return 1 if stack.reduce_once else _reductions(recipe, stack)
 
 
 def gathers_a_step(recipe: Recipe, rank: int = 0) -> tuple[float, int]:
     """How often full sharding gathers a layer's weights in a step: (before forward passes, before backward passes).
 
-    Without a pipeline, weights are freed after each microbatch's backward pass. Under torch's pipeline they stay after
-    it, and only a forward pass frees them, if resharding is on; but of more than three stages only three stay gathered
-    (`unshard.py`; here the mean over a rank's stages). Verified by tracing, `seatrial.plan.cost.dryrun`.
+    Without a pipeline, weights are freed after each microbatch's backward pass. Under torch's pipeline only forward
+    passes free them, if resharding is on; but of more than three stages only three stay gathered (`unshard.py`; here the
+    mean over a rank's stages). Verified by tracing, `seatrial.plan.cost.dryrun`.
     """
     m = recipe.microbatches
     if recipe.layout.pipeline == 1:
@@ -274,15 +281,15 @@ def _once(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Stack, w: 
     layout = recipe.layout
     ends = model.embedding_parameters() / layout.tensor
     if recipe.sharding == "full":
-        if recipe.cut * layout.replicate == 1:
+        if recipe.shard_ranks * layout.replicate == 1:
             return _Data(0.0, 0.0)
-        # The root's own weights, embedding and head: gathered when needed, reduced when no compute is left to hide it.
+        # The root's own weights, embedding and head: their communication overlaps with nothing.
         at = shard_group(recipe, fabric)
         each = ends if layout.pipeline > 1 else ends * (1 if model.tie_word_embeddings else 2)
         before = gathers_a_step(recipe)[0]
         seconds = fabric.seconds("all_gather", 2.0 * each, at) * before
         scatter, copies = _reduction(each, recipe, fabric, stack)
-        # A stack that reduces in every microbatch anyway was calibrated with one.
+        # Stacks that always reduce in every microbatch were calibrated with one.
         scatter *= recipe.microbatches if recipe.accumulate == "sharded" else 1
         return _Data(seconds + scatter + copies, 0.0)
     at = data_group(recipe, fabric)
@@ -305,26 +312,26 @@ def _once(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Stack, w: 
 
 def _optimizer(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Stack) -> float:
     """Seconds of the optimizer update and the gradient norm, both memory-bound."""
-    n = max(rank_parameters(model, recipe, r) for r in unlike_ranks(recipe.layout))
+    n = max(rank_parameters(model, recipe, r) for r in representative_ranks(recipe.layout))
     if recipe.sharding != "none":
-        n /= recipe.cut
+        n /= recipe.shard_ranks
     return stack.optimizer * n / (fabric.cluster.gpu.hbm_tb_s * 1e12 * MEMORY_SHARE)
 
 
 def traffic(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Stack) -> Traffic:
     """Bytes that a GPU of the busiest pipeline rank sends in a step; a ring sends (n-1)/n of a tensor a round."""
-    ranks = (rank_traffic(model, recipe, fabric, stack, r) for r in unlike_ranks(recipe.layout))
+    ranks = (rank_traffic(model, recipe, fabric, stack, r) for r in representative_ranks(recipe.layout))
     return max(ranks, key=lambda t: t.sent)
 
 
 def rank_traffic(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Stack, rank: int) -> Traffic:
-    """As `traffic`, for one pipeline rank. What all ranks exchange once a step besides gradients is negligible."""
+    """As `traffic`, for one pipeline rank. The step's vector of values is negligible."""
     r, layout, m, n = recipe, recipe.layout, recipe.microbatches, recipe.layout.tensor
     layers = sum(layout.rank_layers(rank, model.num_hidden_layers))
     width = r.width
     hidden = width * r.tokens * model.hidden_size
-    # Each layer gathers twice and scatters twice, forward and backward; embedding and head communicate once in each. Ours gathers
-    # twice more for the weights' gradients.
+    # A layer has two all-gathers and two reduce-scatters, forward and backward; embedding and head one collective in each.
+    # Ours has two more all-gathers for the weight gradients.
     again = REDONE[r.recompute][3]
     if r.recompute == "full" and stack.layer_states == "ours":
         again = EARLY_STOP
@@ -335,7 +342,7 @@ def rank_traffic(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Sta
         and stack.name in OURS
         and schedule_named(layout.schedule).split_backward
     ):
-        messages += 1  # the head's logits are computed again for its weight's gradient
+        messages += 1  # the head's logits are recomputed for its weight gradient
     tensor = m * hidden * (n - 1) / n * messages
     context = layers * m * (3 + again) * width * r.tokens * 2 * model.kv_width / n * (r.context - 1)
     message = m * _hidden_bytes(model, r) * width / 2
@@ -348,7 +355,7 @@ def rank_traffic(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Sta
     root = mine - layers * layer_share(model, n)
     copies = 0.0
     if r.sharding == "full":
-        cut = (r.cut - 1) / r.cut
+        cut = (r.shard_ranks - 1) / r.shard_ranks
         # The root's weights are not freed by forward passes.
         before, after = gathers_a_step(r, rank)
         gathers = width * ((mine - root) * (before + after) + root * before)
@@ -357,7 +364,7 @@ def rank_traffic(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Sta
             at_root = each[0] if rank == 0 else each[-1]
             gathers += width * root * (at_root - before)
         data = cut * (gathers + stack.gradient_bytes * mine * _reductions(r, stack))
-        copies = stack.gradient_bytes * mine / r.cut * 2 * (layout.replicate - 1) / layout.replicate
+        copies = stack.gradient_bytes * mine / r.shard_ranks * 2 * (layout.replicate - 1) / layout.replicate
         copies *= _sums(r, stack)
     else:
         ranks = r.context * layout.data_parallel
@@ -369,15 +376,15 @@ def rank_traffic(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Sta
     leaving = Sent(
         _ring_leaves(tensor, tensor_group(r, fabric)),
         _ring_leaves(context, within),
-        message * crossing + (tied if fabric.cluster.crosses else 0.0),
+        message * crossing + (tied if fabric.cluster.several_domains else 0.0),
         _ring_leaves(data, at) + _ring_leaves(copies, replicate_group(r, fabric)),
     )
     return Traffic(tensor, context, pipe, data + copies, leaving)
 
 
 def _ring_leaves(sent: float, at: Group) -> float:
-    """A GPU's share of the bytes that a ring carries out of a domain, whose ranks send `sent` each.
+    """A GPU's share of the bytes that leave a domain in a ring, whose ranks send `sent` each.
 
-    Only one of a ring's links leaves a domain, and NCCL has as many rings as a group has cards there, each over another.
+    One link of a ring leaves a domain, and NCCL has as many rings as the group has NICs there, each over another one.
     """
     return sent / at.per_domain if at.domains > 1 else 0.0

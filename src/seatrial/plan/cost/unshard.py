@@ -1,4 +1,4 @@
-"""How often torch's pipeline gathers a stage's weights in a step: a rank with over three stages cannot keep them all.
+"""How often torch's pipeline all-gathers a stage's weights in a step, with more than three stages a rank.
 
 The schedule is lowered with at most three stages gathered at a time (`max_active_stages` of `_add_unshard_reshard`,
 torch/distributed/pipelining/schedules.py): before each pass the next three stages to compute are gathered, and any

@@ -1,4 +1,4 @@
-"""The planner's view of a cluster: GPUs, what NVLink joins, the network between nodes."""
+"""The planner's view of a cluster: GPUs, NVLink domains, the network between nodes."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from seatrial.plan.model.recipe import Recipe
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal nodes. `network` is None if unknown; then nothing that leaves an NVLink domain can be predicted."""
+    """Equal nodes. `network` is None if unknown; then communication between NVLink domains cannot be predicted."""
 
     gpu: Gpu
     nodes: int
     gpus_per_node: int = 8
     network: Network | None = None
-    domain: int | None = None  # GPUs that NVLink joins, of whole nodes; None: those of a node
+    domain: int | None = None  # GPUs of an NVLink domain, in whole nodes; None: a node is one
 
     @property
     def gpus(self) -> int:
         return self.nodes * self.gpus_per_node
 
     @property
-    def joined(self) -> int:
-        """GPUs of this cluster that NVLink joins."""
+    def domain_gpus(self) -> int:
+        """GPUs of this cluster in one NVLink domain."""
         return min(self.domain or self.gpus_per_node, self.gpus)
 
     @property
-    def crosses(self) -> bool:
-        """Whether its GPUs are in several NVLink domains."""
-        return self.gpus > self.joined
+    def several_domains(self) -> bool:
+        """Whether the GPUs are in several NVLink domains."""
+        return self.gpus > self.domain_gpus
 
 
 @dataclass(frozen=True)
@@ -49,30 +49,30 @@ class Group:
 
 
 def placed(cluster: Cluster, recipe: Recipe) -> Cluster:
-    """`cluster` with the part of each domain that a scheduler gives the job: 64 of 72 GPUs for 128 in shard groups of 64.
+    """`cluster` with the GPUs of each domain that a scheduler allocates: 64 of 72 for 128 GPUs in shard groups of 64.
 
-    Nodes in equal numbers a domain; of these the largest that cuts no tensor or context group, nor a shard group that
-    fits into a domain (Slurm: --segment).
+    Every domain gives equally many nodes: the most that split no tensor or context group, nor a shard group that fits
+    into a domain (Slurm: --segment).
     """
-    if cluster.domain is None or not cluster.crosses:
+    if cluster.domain is None or not cluster.several_domains:
         return cluster
     nodes, each = cluster.nodes, cluster.gpus_per_node
     least = -(-cluster.gpus // cluster.domain)
-    ways = {nodes // n * each for n in (least, *divisors(nodes, most=nodes)) if least <= n <= nodes}
+    sizes = {nodes // n * each for n in (least, *divisors(nodes, most=nodes)) if least <= n <= nodes}
     inner = recipe.layout.tensor * recipe.context
     shard = inner * recipe.layout.shard
 
     def preferred(joined: int) -> tuple[bool, bool, int]:
         return joined % inner == 0, shard > joined or joined % shard == 0, joined
 
-    return replace(cluster, domain=max(ways, key=preferred))
+    return replace(cluster, domain=max(sizes, key=preferred))
 
 
 def group(cluster: Cluster, *, stride: int, size: int) -> Group:
     """The group of ranks r, r + stride, r + 2 stride, ...; neighbouring ranks fill a domain.
 
-    Where borders of domains cut groups unequally, `per_domain` is the smallest part.
+    Where domain boundaries split groups unequally, `per_domain` is the smallest part.
     """
-    if not cluster.crosses:  # also where `stride` does not divide the node: ranks 0 and 2 of three
+    if not cluster.several_domains:  # also where `stride` does not divide the node: ranks 0 and 2 of three
         return Group(size, size)
-    return Group(size, max(1, math.gcd(cluster.joined, stride * size) // stride))
+    return Group(size, max(1, math.gcd(cluster.domain_gpus, stride * size) // stride))

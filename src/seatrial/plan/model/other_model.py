@@ -1,4 +1,4 @@
-"""A model that our trainer cannot build: published results of other stacks are predicted with it."""
+"""A model that our trainer cannot build, for predicting published results of other stacks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from seatrial.job.architecture import Architecture
 
 @dataclass(frozen=True, kw_only=True)
 class OtherModel(Architecture):
-    """Sizes, and how its layers differ from ours; what no prediction reads has defaults."""
+    """Sizes, and how its layers differ from ours; fields that predictions do not use have defaults."""
 
     family: str = "llama"
     max_position_embeddings: int = 0

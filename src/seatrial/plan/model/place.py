@@ -1,4 +1,4 @@
-"""The hardware that a job is planned for: GPU and network by name, and in words what is unknown about them."""
+"""The hardware that a job is planned for: GPU and network by name, and why they are unknown."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Hardware:
     network: Network | None
     why_no_gpu: str = ""
     why_no_network: str = ""
-    domain: int | None = None  # GPUs that NVLink joins, if more than a node's
-    provenance: tuple[str, ...] = ()  # what was assumed, and what was measured
+    domain: int | None = None  # GPUs of an NVLink domain, if more than a node's
+    provenance: tuple[str, ...] = ()  # assumptions and measurements
 
     @property
     def network_is_assumed(self) -> bool:
@@ -35,19 +35,19 @@ class Hardware:
 
     @property
     def enclosure(self) -> str:
-        """What NVLink joins, in words."""
+        """The name of what NVLink connects."""
         return "node" if self.domain is None else "NVLink domain"
 
     @property
     def cluster(self) -> Cluster | None:
-        """The cluster; None if the GPU is unknown, because then no speed is known."""
+        """The cluster; None if the GPU, and so its speed, is unknown."""
         if self.gpu is None:
             return None
         return Cluster(self.gpu, self.nodes, self.gpus_per_node, self.network, self.domain)
 
     @property
     def shape(self) -> Cluster:
-        """The cluster for what depends only on node and GPU counts, such as traffic; an unknown GPU has NaN speeds."""
+        """The cluster for predictions that need only node and GPU counts, such as traffic; an unknown GPU has NaN speeds."""
         nan = math.nan
         return self.cluster or Cluster(
             Gpu("unknown", (), nan, nan, nan, nan, ""),
@@ -58,8 +58,8 @@ class Hardware:
         )
 
 
-def place_of(job: Job, network: str | None = None) -> Hardware:
-    """The job's [cluster]; its network is `network`, else what [network] states, else the job's, else that of the vendor's node for its GPU.
+def hardware_of(job: Job, network: str | None = None) -> Hardware:
+    """The job's [cluster]; its network is `network`, else [network], else cluster.network, else that of the vendor's node.
 
     InputError for an unknown name.
     """
@@ -90,7 +90,7 @@ def place_of(job: Job, network: str | None = None) -> Hardware:
 
 
 def _stated(at: NetworkSection, gpus_per_node: int) -> Network:
-    """The network of [network]. Oversubscription counts as slower cards."""
+    """The network of [network]. Oversubscription counts as slower NICs."""
     source = "as [network] states"
     less = f" / {at.oversubscription:g}" if at.oversubscription > 1 else ""
     return Network(

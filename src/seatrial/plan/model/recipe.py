@@ -1,4 +1,4 @@
-"""Training configuration of a model: layout, batch, precision, sharding and recomputation."""
+"""Training configuration of a model: layout, batch, precision, sharding, activation checkpointing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from seatrial.job.optimizers import ADAMW
 from seatrial.job.schema import Accumulate
 
 Sharding = Literal["none", "optimizer", "gradients", "full"]
-"""What data parallel shards: nothing; optimizer state (ZeRO-1); gradients too (ZeRO-2); weights too (ZeRO-3, FSDP)."""
+"""Data-parallel sharding: none; optimizer state (ZeRO-1); also gradients (ZeRO-2); also weights (ZeRO-3, FSDP)."""
 
 Recompute = Literal["none", "attention", "operators", "alternate", "full"]
 """What the backward pass recomputes: nothing; the attention core (arXiv:2205.05198); cheap operators and half of the
@@ -22,7 +22,7 @@ Precision = Literal["fp32", "bf16", "fp8"]
 
 @dataclass(frozen=True)
 class Recipe:
-    """A layout and what it leaves open; units: sequences, tokens. Rank order: context between tensor and shard."""
+    """A layout and the settings that it leaves open; units: sequences, tokens. Rank order: tensor, context, shard."""
 
     sequence: int
     global_batch: int
@@ -36,7 +36,7 @@ class Recipe:
     recompute: Recompute = "none"
     sequence_parallel: bool = True
     compiled: bool = False
-    # Our trainer: overlaps gathers and scatters with products, part by part (`overlap.py`).
+    # Our trainer: overlaps all-gathers and reduce-scatters with matrix products (`overlap.py`).
     async_tensor: bool = False
     accumulate: Accumulate = (
         "whole"  # our trainer, full sharding: "sharded" reduces gradients in every microbatch
@@ -44,7 +44,7 @@ class Recipe:
 
     @classmethod
     def of(cls, job: Job) -> Recipe:
-        """The recipe of a job as our trainer runs it; `accumulate = "auto"` is "whole", unless `plan.cost.accumulate` is asked."""
+        """The recipe of a job as our trainer runs it; `accumulate = "auto"` is "whole" here, see `plan.cost.accumulate`."""
         train = job.train
         return cls(
             sequence=train.sequence_length,
@@ -62,22 +62,21 @@ class Recipe:
 
     @property
     def parallel(self) -> dict[str, Any]:
-        """What [parallel] of a job file says of it."""
+        """Its keys of [parallel] in a job file."""
         return {**vars(self.layout), "reshard_after_forward": self.reshard, "async_tensor": self.async_tensor}
 
     @property
     def train(self) -> dict[str, Any]:
-        """What [train] says of it, of the keys that a search chooses."""
-        again = "full" if self.recompute == "full" else "none"
+        """Its keys of [train] in a job file, of those that a search chooses."""
         return {
             "microbatch": self.microbatch,
-            "activation_checkpointing": again,
+            "activation_checkpointing": "full" if self.recompute == "full" else "none",
             "accumulate": self.accumulate,
         }
 
     @property
     def width(self) -> int:
-        """Bytes of a value outside fp8 products."""
+        """Bytes of a value outside fp8 GEMMs."""
         return 4 if self.precision == "fp32" else 2
 
     @property
@@ -85,8 +84,8 @@ class Recipe:
         return self.layout.world_size * self.context
 
     @property
-    def cut(self) -> int:
-        """Number of ranks that shard states; context-parallel ranks count, as they hold the same weights."""
+    def shard_ranks(self) -> int:
+        """Number of ranks that states are sharded over, context-parallel ones included."""
         return self.layout.shard * self.context
 
     @property

@@ -9,10 +9,17 @@ from dataclasses import dataclass, replace
 from seatrial.job.architecture import Architecture
 from seatrial.job.loss_rows import loss_rows
 from seatrial.job.schedules import schedule_named
-from seatrial.plan.cost.calibration import EVEN, Factors
+from seatrial.plan.cost.calibration import UNIT_FACTORS, Factors
 from seatrial.plan.cost.collectives import Fabric
 from seatrial.plan.cost.kernels import Kernels
-from seatrial.plan.cost.overlap import OURS, copied, cut, gathered, overlaps, scattered
+from seatrial.plan.cost.overlap import (
+    OURS,
+    exposed_gather,
+    exposed_scatter,
+    overlaps,
+    part_count,
+    reorder_bytes,
+)
 from seatrial.plan.cost.stacks import Stack
 from seatrial.plan.model.cluster import Group, group
 from seatrial.plan.model.recipe import Recipe
@@ -25,10 +32,10 @@ REDONE = {
     "alternate": (0.5, 0.5, 0.5, 0.5),
     "full": (1.0, 1.0, 1.0, 1.0),
 }
-# torch.utils.checkpoint stops once it has all that the backward pass needs: before the last product and its scatter.
+# torch.utils.checkpoint stops early: before the last product and its reduce-scatter.
 EARLY_STOP = 0.75
-# Bytes per score entry that the products, softmax and dropout of an unfused attention read and write, in 16 bits with a
-# byte for the dropout mask.
+# Bytes per score that GEMMs, softmax and dropout of unfused attention read and write, in 16 bits with a byte for the
+# dropout mask.
 SCORES_FORWARD, SCORES_BACKWARD = 13, 17
 
 
@@ -41,7 +48,7 @@ class Pass:
     operators: float = 0.0
     tensor: float = 0.0  # tensor-parallel communication
     context: float = 0.0
-    slowed: float = 0.0  # how much computation is slowed by overlapping tensor-parallel communication
+    slowed: float = 0.0  # slowdown of computation by overlapped tensor-parallel communication
 
     @property
     def kernels(self) -> float:
@@ -52,7 +59,7 @@ class Pass:
         return self.kernels + self.tensor + self.context + self.slowed
 
     def __add__(self, other: Pass) -> Pass:
-        # Written out: a search adds and scales some hundred thousand of them.
+        # Written out for speed: a search adds and scales some hundred thousand of them.
         return Pass(
             self.products + other.products,
             self.attention + other.attention,
@@ -90,15 +97,20 @@ def tensor_group(recipe: Recipe, fabric: Fabric) -> Group:
 
 
 def work(
-    model: Architecture, recipe: Recipe, fabric: Fabric, stack: Stack, pace: float, factors: Factors = EVEN
+    model: Architecture,
+    recipe: Recipe,
+    fabric: Fabric,
+    stack: Stack,
+    pace: float,
+    factors: Factors = UNIT_FACTORS,
 ) -> Work:
-    """Work of a microbatch. `pace` multiplies all kernel times, `factors` some kinds'; `fabric` times communication."""
+    """Work of a microbatch. `pace` multiplies all kernel times, `factors` those of some kinds."""
     kernels = Kernels(fabric.cluster.gpu, recipe.precision, stack.attention)
-    return _Maker(model, recipe, fabric, stack, kernels, pace, factors).make()
+    return _WorkBuilder(model, recipe, fabric, stack, kernels, pace, factors).build()
 
 
 @dataclass(frozen=True)
-class _Maker:
+class _WorkBuilder:
     model: Architecture
     recipe: Recipe
     fabric: Fabric
@@ -107,11 +119,11 @@ class _Maker:
     pace: float
     factors: Factors
 
-    def make(self) -> Work:
+    def build(self) -> Work:
         r, stack, model = self.recipe, self.stack, self.model
         n, t, h = r.layout.tensor, r.tokens, model.hidden_size
         products = [(a, b // n) if i % 2 == 0 else (a // n, b) for i, (a, b) in enumerate(model.matrices())]
-        parts = cut(r) if overlaps(r, stack) else 1
+        parts = part_count(r) if overlaps(r, stack) else 1
         ahead = [self.kernels.product(t // parts, b, a) for a, b in products]  # of one part
         back = [self.kernels.product(t // parts, a, b) for a, b in products]
         weights = [self.kernels.product(a, b, t) for a, b in products]
@@ -119,7 +131,7 @@ class _Maker:
         backward = sum(parts * k + w for k, w in zip(back, weights, strict=True))
         positions = t / n if r.sequence_parallel else t
         cast = 0.0
-        if r.precision == "fp8":  # every input of a product is read in 16 bits and written in 8, twice
+        if r.precision == "fp8":  # every GEMM input is read in 16 bits and written in 8, twice
             cast = 4.0 * (2 * h + (model.query_width + model.intermediate_size) / n) * t
         moved_f = (
             stack.hidden_forward * h * positions + stack.ffn_forward * model.intermediate_size / n * t + cast
@@ -130,8 +142,8 @@ class _Maker:
             + cast
         )
         moved_b += stack.accumulate * model.layer_parameters() / n
-        copies = copied(model, r, stack)
-        # Plain tensor parallel reorders what it gathers again, too.
+        copies = reorder_bytes(model, r, stack)
+        # Plain tensor parallel also reorders what it gathers a second time.
         back_copies = copies if parts > 1 else 1.5 * copies
         attention_f, attention_b = self._attention()
         tensor, context = self._tensor(), self._context(attention_f)
@@ -164,7 +176,7 @@ class _Maker:
         paced = self._paced
         passes = paced(f), paced(b), paced(again)
         if n > 1 and r.sequence_parallel and stack.name in OURS:
-            passes = self._beside(passes, parts, ahead, back, weights)
+            passes = self._overlapped(passes, parts, ahead, back, weights)
         return Work(
             forward=passes[0],
             backward=passes[1],
@@ -175,10 +187,10 @@ class _Maker:
         )
 
     def _in_parts(self, product: float, back: float, loss: float, gather: float) -> tuple[Pass, Pass]:
-        """Passes of our head: all of it happens in the backward pass (`parallel/loss.py`).
+        """Passes of our chunked head: all of it is computed in the backward pass (`parallel/loss.py`).
 
-        The weight gradient is read and written once more for every part after the first. A schedule that splits the
-        backward pass computes the logits in both of its passes.
+        The weight gradient is read and written once more for every part after the first. Schedules with a split
+        backward pass compute the logits in both of its passes.
         """
         r = self.recipe
         v = self.model.vocab_size // r.layout.tensor
@@ -205,7 +217,7 @@ class _Maker:
         r, model = self.recipe, self.model
         share = r.microbatch / (r.layout.tensor * r.context)
         if self.stack.attention == "unfused":
-            # Whole score matrices are computed: causality saves nothing.
+            # Whole score matrices are computed: a causal mask saves nothing.
             scores = share * model.num_attention_heads * float(r.sequence) ** 2
             flops = share * model.attention_flops(r.sequence, causal=False)
             speed, tiles = self.kernels.heads(model.head_dim)
@@ -221,13 +233,13 @@ class _Maker:
         )
 
     def _collective(self, count: float) -> float:
-        """Seconds of `count` gathers or reduce-scatters of a microbatch's hidden states over the tensor group."""
+        """Seconds of `count` all-gathers or reduce-scatters of a microbatch's hidden states over the tensor group."""
         r = self.recipe
         n_bytes = 2.0 * r.tokens * self.model.hidden_size
         return count * self.fabric.seconds("all_gather", n_bytes, tensor_group(r, self.fabric))
 
     def _tensor(self) -> float:
-        """Exposed tensor-parallel communication of a layer's forward: two gathers, two scatters (arXiv:2205.05198)."""
+        """Exposed communication of a layer's forward pass: two all-gathers, two reduce-scatters (arXiv:2205.05198)."""
         r = self.recipe
         if r.layout.tensor == 1:
             return 0.0
@@ -236,7 +248,7 @@ class _Maker:
         n_bytes = 2.0 * r.tokens * self.model.hidden_size
         return 2 * self.fabric.seconds("all_reduce", n_bytes, tensor_group(r, self.fabric))
 
-    def _beside(
+    def _overlapped(
         self,
         passes: tuple[Pass, Pass, Pass],
         parts: int,
@@ -250,24 +262,24 @@ class _Maker:
         without the pace.
         """
         r, q = self.recipe, self.pace
-        # Weight gradients are computed in separate passes and hide no scatters.
-        later = r.layout.pipeline > 1 and schedule_named(r.layout.schedule).split_backward
+        # Weight gradients of a separate pass do not overlap with reduce-scatters.
+        separate = r.layout.pipeline > 1 and schedule_named(r.layout.schedule).split_backward
         n_bytes = 2.0 * r.tokens * self.model.hidden_size / parts
         c = self.fabric.seconds("all_gather", n_bytes, tensor_group(r, self.fabric))
-        # Products alternate between a gather before and a scatter after them; in the backward pass the other way round, and
-        # the weights' pass, if it is a separate one, gathers with nothing beside it.
+        # Products alternate between an all-gather before and a reduce-scatter after them; in the backward pass vice versa,
+        # and the all-gathers of a separate weight pass are exposed.
         forward = [
-            gathered(parts, c, q * k) if i % 2 == 0 else scattered(parts, q * k, c)
+            exposed_gather(parts, c, q * k) if i % 2 == 0 else exposed_scatter(parts, q * k, c)
             for i, k in enumerate(ahead)
         ]
 
         def before(k: float, w: float) -> float:
-            if later:
-                return scattered(parts, q * k, c) + parts * c
-            return scattered(parts, q * k, c, q * w, regathered=True)
+            if separate:
+                return exposed_scatter(parts, q * k, c) + parts * c
+            return exposed_scatter(parts, q * k, c, q * w, regathered=True)
 
         backward = [
-            before(k, w) if i % 2 == 0 else gathered(parts, c, q * k)
+            before(k, w) if i % 2 == 0 else exposed_gather(parts, c, q * k)
             for i, (k, w) in enumerate(zip(back, weights, strict=True))
         ]
         whole = REDONE[r.recompute][3]
@@ -287,18 +299,18 @@ class _Maker:
     def _backward_gathers(self) -> float:
         """Ratio of communication in the backward pass to that in the forward pass.
 
-        Megatron keeps only a rank's part of what it gathered, and gathers it again for the weights' gradients.
+        Megatron keeps only a rank's part of the gathered activations, and gathers them again for the weight gradients.
         """
         again = self.recipe.sequence_parallel and self.stack.layer_states == "megatron"
         return 1.5 if again else 1.0
 
     def _context(self, attention: float) -> float:
-        """Exposed seconds of exchanging keys and values in the context group: what attention does not hide."""
+        """Exposed seconds of exchanging keys and values in the context group, beyond the overlap with attention."""
         r = self.recipe
         if r.context == 1:
             return 0.0
         at = group(self.fabric.cluster, stride=r.layout.tensor, size=r.context)
         n_bytes = 2.0 * r.tokens * r.context * 2 * self.model.kv_width / r.layout.tensor
-        # The backward pass exchanges twice as much, hidden by its own attention: the pass hiding less counts for both.
+        # The backward pass exchanges twice as much and has longer attention: the pass with less overlap counts for both.
         hidden = min(attention, self._attention()[1] / 2)
         return max(0.0, self.fabric.seconds("all_gather", n_bytes, at) - hidden)

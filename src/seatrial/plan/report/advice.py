@@ -1,4 +1,4 @@
-"""Changes that would improve a prediction or alter the choice, and whether a target is reachable; each is predicted anew."""
+"""Changes that would improve a prediction or alter the choice, and whether a target is reachable; each is predicted."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from seatrial.plan.cost.calibration import Calibration
 from seatrial.plan.cost.collectives import UnknownNetworkError
 from seatrial.plan.cost.finish import Finish
 from seatrial.plan.cost.kernels import UnknownSpeedError
-from seatrial.plan.cost.overlap import OURS, able
+from seatrial.plan.cost.overlap import OURS, can_overlap
 from seatrial.plan.cost.predict import Prediction, Share, predict, stack_for
 from seatrial.plan.cost.stacks import Stack
 from seatrial.plan.model.cluster import Cluster
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.search.legal import refusal
 from seatrial.plan.search.search import (
-    ALIKE,
     MICROBATCHES,
     RECOMPUTES,
     STAGES_PER_RANK,
+    TIE_MARGIN,
     Found,
     contexts,
     pair,
@@ -35,16 +35,16 @@ from seatrial.plan.search.search import (
 
 # Smaller gains are not reported.
 _WORTH = 0.01
-# The stack that represents other software: of those with published results on many GPUs it hides most communication.
+# The stack that represents other software: with the most overlap of those with published results on many GPUs.
 OTHER = "nemo"
 FURTHEST = 64.0  # a crossover is searched within this factor of the present value
 
 Reached = Literal["yes", "inside", "no"]
-"""A target is met by the prediction itself, only within its interval, or not even there."""
+"""A target is met by the prediction, only within its interval, or not at all."""
 
 
 @dataclass(frozen=True)
-class Wanted:
+class TargetValue:
     """A target value: tokens/s of one GPU, a share of the peak (MFU), or seconds from the first step to the end."""
 
     value: float
@@ -61,18 +61,18 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """One change and its predicted effect. `built`: whether this trainer can do it today."""
+    """One change and its predicted effect. `built`: whether this trainer has it today."""
 
     what: str
     recipe: Recipe
     prediction: Prediction
-    gain: float  # of the speed, over the job's own layout
+    gain: float  # speedup over the job's own layout, minus 1
     built: bool = True
 
 
 @dataclass(frozen=True)
 class Crossover:
-    """The value of one hardware property from which another of the listed layouts would be the best."""
+    """The value of one hardware property at which another of the listed layouts becomes the best."""
 
     what: str
     unit: str
@@ -85,20 +85,20 @@ class Crossover:
 class Advice:
     """Suggestions by gain, largest first; crossovers of the choice."""
 
-    ways: tuple[Suggestion, ...]
-    turns: tuple[Crossover, ...]
-    alike: tuple[Recipe, ...]  # not distinguishable from the best
+    suggestions: tuple[Suggestion, ...]
+    crossovers: tuple[Crossover, ...]
+    alike: tuple[Recipe, ...]  # as fast as the best, within the error
 
 
 @dataclass(frozen=True)
 class Target:
     """A target, and the first suggestion that would meet it: within its interval, or by its prediction.
 
-    Of an end: `likely`, the probability that the run ends by then, or `why_not`; and that with the best suggestion that is built.
+    For an end: `likely`, the probability that the run ends by then, or `why_not`; also with the best suggestion that is built.
     """
 
-    wanted: Wanted
-    speed: Wanted  # what it takes: `wanted` itself, or the speed that ends just then
+    wanted: TargetValue
+    speed: TargetValue  # the required speed: `wanted` itself, or the speed that ends just in time
     own: Reached
     inside: Suggestion | None
     met: Suggestion | None
@@ -109,7 +109,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Asker:
+class Predictor:
     """Predicts other recipes of a job."""
 
     job: Job
@@ -124,7 +124,7 @@ class Asker:
         model, at = self.job.architecture, cluster or self.cluster
         return predict(model, recipe, at, stack=stack or self.stack, calibration=self.calibration)
 
-    def ask(
+    def try_predict(
         self, recipe: Recipe, *, cluster: Cluster | None = None, stack: str | None = None
     ) -> Prediction | None:
         """The prediction; None if the rules refuse it, it does not fit, or a speed is not known."""
@@ -147,27 +147,30 @@ def advice(
     calibration: Calibration | None = None,
 ) -> Advice:
     """Advice about `own`, whose prediction is `base`, and about the best of `found`."""
-    asker = Asker(job, cluster, stack, calibration)
+    predictor = Predictor(job, cluster, stack, calibration)
     listed = found.choices if found is not None else ()
     best = listed[0].prediction.step_s if listed else 0.0
-    alike = tuple(c.recipe for c in listed[1:] if c.prediction.step_s <= best * (1 + ALIKE))
-    ways, turns = _ways(asker, own, base, found), _turns(asker, [c.recipe for c in listed])
-    return Advice(tuple(ways), tuple(turns), alike)
+    alike = tuple(c.recipe for c in listed[1:] if c.prediction.step_s <= best * (1 + TIE_MARGIN))
+    suggestions, crossovers = (
+        _suggestions(predictor, own, base, found),
+        _crossovers(predictor, [c.recipe for c in listed]),
+    )
+    return Advice(tuple(suggestions), tuple(crossovers), alike)
 
 
 def targets(
-    base: Prediction, ways: Sequence[Suggestion], wishes: Sequence[Wanted], end: Finish | None
+    base: Prediction, suggestions: Sequence[Suggestion], wishes: Sequence[TargetValue], end: Finish | None
 ) -> Iterator[Target]:
-    """Each target against the job's own layout, and the smallest changes that would meet it, built ones first.
+    """Each target compared with the job's own layout, and the smallest changes that would meet it, built ones first.
 
-    Without an `end`, because saving and failures leave no time to train, no speed ends the run in time.
+    Without an `end`, because saves and failures leave no time to train, no speed is enough.
     """
-    by_size = sorted(ways, key=lambda w: (not w.built, w.gain))
+    by_size = sorted(suggestions, key=lambda w: (not w.built, w.gain))
     for wish in wishes:
         speed = wish
         if wish.of == "end":
             times = math.inf if end is None else end.wall_s / wish.value
-            speed = Wanted(base.tokens_per_s_per_gpu * times, "tokens/s/GPU")
+            speed = TargetValue(base.tokens_per_s_per_gpu * times, "tokens/s/GPU")
         inside, met = (
             next((w for w in by_size if speed.by(w.prediction) == reached), None)
             for reached in ("inside", "yes")
@@ -176,7 +179,7 @@ def targets(
         if wish.of == "end" and end is None:
             found = replace(found, why_not="saving and failures leave no time to train")
         elif wish.of == "end" and end is not None:
-            best = max((w for w in ways if w.built), key=lambda w: w.gain, default=None)
+            best = max((w for w in suggestions if w.built), key=lambda w: w.gain, default=None)
             found = replace(found, better=best, **_likely(base, best, wish.value, end))
         yield found
 
@@ -201,8 +204,10 @@ def excess(p: Prediction, best: Prediction) -> Share | None:
     return worst if worst.seconds > 0 else None
 
 
-def _ways(asker: Asker, own: Recipe, base: Prediction, found: Found | None) -> list[Suggestion]:
-    ways: list[Suggestion] = []
+def _suggestions(
+    predictor: Predictor, own: Recipe, base: Prediction, found: Found | None
+) -> list[Suggestion]:
+    suggestions: list[Suggestion] = []
 
     def add(what: str, recipe: Recipe, p: Prediction | None, *, built: bool = True) -> None:
         if p is None:
@@ -210,10 +215,10 @@ def _ways(asker: Asker, own: Recipe, base: Prediction, found: Found | None) -> l
         gain = base.step_s / p.step_s - 1
         if base.fits and gain < _WORTH:
             return
-        ways.append(Suggestion(what, recipe, p, gain, built))
+        suggestions.append(Suggestion(what, recipe, p, gain, built))
 
-    for kind in single_changes(own, stack_for(own, asker.stack)):
-        tried = [(what, r, p) for what, r in kind if (p := asker.ask(r)) is not None]
+    for kind in single_changes(own, stack_for(own, predictor.stack)):
+        tried = [(what, r, p) for what, r in kind if (p := predictor.try_predict(r)) is not None]
         if tried:
             add(*min(tried, key=lambda t: t[2].step_s))
     mine = None
@@ -221,24 +226,27 @@ def _ways(asker: Asker, own: Recipe, base: Prediction, found: Found | None) -> l
         best = found.choices[0]
         mine = next((c for c in found.choices if pair(c.recipe) == pair(own)), None)
         if mine is not None and mine is not best and mine.recipe != own:
-            add("the best with its tensor and pipeline sizes", mine.recipe, mine.prediction)
+            add("the best with the same TP and PP", mine.recipe, mine.prediction)
         if best.recipe != own:
             add("the best layout", best.recipe, best.prediction)
     plain = replace(own, async_tensor=False, accumulate="whole")
-    if stack_for(own, asker.stack).name != OTHER and (tuned := _tuned(asker, plain, OTHER)) is not None:
+    if (
+        stack_for(own, predictor.stack).name != OTHER
+        and (tuned := _tuned(predictor, plain, OTHER)) is not None
+    ):
         changed = "" if tuned[0] == plain else f", {difference(plain, tuned[0])}"
         add(f"{OTHER} instead{changed}", *tuned, built=False)
-    network = asker.cluster.network
-    if network is not None and asker.cluster.crosses:
-        twice = replace(asker.cluster, network=replace(network, gbps_per_nic=2 * network.gbps_per_nic))
-        add("a network twice as fast", own, asker.ask(own, cluster=twice), built=False)
-    # Of suggestions with the same recipe and time, the first, which is the smaller change, is kept.
-    seen = {(w.recipe, w.prediction.step_s): w for w in reversed(ways)}
+    network = predictor.cluster.network
+    if network is not None and predictor.cluster.several_domains:
+        twice = replace(predictor.cluster, network=replace(network, gbps_per_nic=2 * network.gbps_per_nic))
+        add("a network twice as fast", own, predictor.try_predict(own, cluster=twice), built=False)
+    # Of suggestions with the same recipe and time the first, the smaller change, is kept.
+    seen = {(w.recipe, w.prediction.step_s): w for w in reversed(suggestions)}
     return sorted(seen.values(), key=lambda w: -w.gain)
 
 
 def single_changes(own: Recipe, stack: Stack) -> Iterator[list[tuple[str, Recipe]]]:
-    """Changes of one setting of a layout: by kind, every value that it may take."""
+    """Changes of one setting of a layout: by setting, every possible value."""
     yield [(f"microbatch {m}", replace(own, microbatch=m)) for m in MICROBATCHES if m != own.microbatch]
     if own.recompute == "full":
         yield [("no recomputation", replace(own, recompute="none"))]
@@ -246,15 +254,15 @@ def single_changes(own: Recipe, stack: Stack) -> Iterator[list[tuple[str, Recipe
         yield [("full recomputation", replace(own, recompute="full"))]
     if not own.compiled:
         yield [("compile = true", replace(own, compiled=True))]
-    if own.cut > 1:
+    if own.shard_ranks > 1:
         other = replace(own, reshard=not own.reshard)
         yield [(difference(own, other), other)]
-    if able(own, stack):
+    if can_overlap(own, stack):
         other = replace(own, async_tensor=not own.async_tensor)
         yield [(difference(own, other), other)]
     if own.microbatches > 1 and stack.name in OURS:
-        ways: tuple[Accumulate, ...] = ("whole", "sharded")
-        others = [replace(own, accumulate=how) for how in ways if how != own.accumulate]
+        values: tuple[Accumulate, ...] = ("whole", "sharded")
+        others = [replace(own, accumulate=how) for how in values if how != own.accumulate]
         yield [(difference(own, r), r) for r in others]
     data = own.layout.data_parallel
     split = [replace(own.layout, shard=n, replicate=data // n) for n in divisors(data, most=data)]
@@ -269,13 +277,13 @@ def _schedules(layout: Layout) -> Iterator[Layout]:
         return
     for schedule, n in schedules(layout.pipeline):
         other = replace(layout, schedule=schedule, stages_per_rank=n)
-        # A split backward pass keeps more for its weight gradients, so it is tried with the fewest stages.
+        # A split backward pass needs more memory for weight gradients, so it is tried with the fewest stages.
         tried = n <= STAGES_PER_RANK[0] or not schedule_named(schedule).split_backward
         if tried and other != layout:
             yield other
 
 
-def _tuned(asker: Asker, recipe: Recipe, stack: str) -> tuple[Recipe, Prediction] | None:
+def _tuned(predictor: Predictor, recipe: Recipe, stack: str) -> tuple[Recipe, Prediction] | None:
     """The fastest settings of a layout on this stack."""
     split = contexts(recipe, stack, recipe.layout.shard)
     tried = (
@@ -289,28 +297,28 @@ def _tuned(asker: Asker, recipe: Recipe, stack: str) -> tuple[Recipe, Prediction
         for shard in ((True, False) if recipe.layout.pipeline == 1 else (False,))
         for layout in (at.layout, *_schedules(at.layout))
     )
-    able = [(r, p) for r in tried if (p := asker.ask(r, stack=stack)) is not None]
+    able = [(r, p) for r in tried if (p := predictor.try_predict(r, stack=stack)) is not None]
     return min(able, key=lambda pair: pair[1].step_s, default=None)
 
 
-def _turns(asker: Asker, listed: Sequence[Recipe]) -> Iterator[Crossover]:
-    """Crossovers between the listed layouts, each in the settings that are best at present."""
+def _crossovers(predictor: Predictor, listed: Sequence[Recipe]) -> Iterator[Crossover]:
+    """Crossovers between the listed layouts, each with its currently best settings."""
     if len(listed) < 2:
         return
-    cluster = asker.cluster
+    cluster = predictor.cluster
     network, gpu = cluster.network, cluster.gpu
-    if network is not None and cluster.crosses:
+    if network is not None and cluster.several_domains:
 
         def slower(factor: float) -> Cluster:
             assert network is not None
             return replace(cluster, network=replace(network, gbps_per_nic=network.gbps_per_nic * factor))
 
-        yield from _turn(
-            asker, listed, "network", "Gb/s a GPU", network.gb_s_per_gpu * 8, slower, (0.25, 4.0)
+        yield from _crossover(
+            predictor, listed, "network", "Gb/s a GPU", network.gb_s_per_gpu * 8, slower, (0.25, 4.0)
         )
     if cluster.gpus_per_node > 1:
-        yield from _turn(
-            asker,
+        yield from _crossover(
+            predictor,
             listed,
             "node links",
             "GB/s one direction",
@@ -318,8 +326,8 @@ def _turns(asker: Asker, listed: Sequence[Recipe]) -> Iterator[Crossover]:
             lambda f: replace(cluster, gpu=replace(gpu, link_gb_s=gpu.link_gb_s * f)),
             (0.25, 4.0),
         )
-    yield from _turn(
-        asker,
+    yield from _crossover(
+        predictor,
         listed,
         "GPU memory",
         "GB",
@@ -329,8 +337,8 @@ def _turns(asker: Asker, listed: Sequence[Recipe]) -> Iterator[Crossover]:
     )
 
 
-def _turn(
-    asker: Asker,
+def _crossover(
+    predictor: Predictor,
     listed: Sequence[Recipe],
     what: str,
     unit: str,
@@ -339,14 +347,14 @@ def _turn(
     directions: Sequence[float],
 ) -> Iterator[Crossover]:
     def best(factor: float) -> Recipe | None:
-        """The best layout; the present one stays until another is faster by more than predictions can distinguish."""
+        """The best layout; the current one stays until another is faster by more than `TIE_MARGIN`."""
         there = at(factor)
-        able = [(p.step_s, i) for i, r in enumerate(listed) if (p := asker.ask(r, cluster=there))]
+        able = [(p.step_s, i) for i, r in enumerate(listed) if (p := predictor.try_predict(r, cluster=there))]
         if not able:
             return None
         first = {i: s for s, i in able}.get(0)
         fastest, i = min(able)
-        return listed[0] if first is not None and first <= fastest * (1 + ALIKE) else listed[i]
+        return listed[0] if first is not None and first <= fastest * (1 + TIE_MARGIN) else listed[i]
 
     for step in directions:
         same, other = 1.0, step
@@ -378,7 +386,7 @@ def short(recipe: Recipe) -> str:
 
 
 def difference(a: Recipe, b: Recipe) -> str:
-    """What `b` has different from `a`, in the terms of the job file."""
+    """The settings of `b` that differ from `a`, as in the job file."""
     here, there = a.layout, b.layout
     entries = [
         f"{name} {getattr(there, name)}"

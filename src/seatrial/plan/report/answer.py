@@ -21,28 +21,28 @@ from seatrial.plan.cost.step import Traffic, traffic
 from seatrial.plan.model.cluster import Cluster
 from seatrial.plan.model.place import Hardware
 from seatrial.plan.model.recipe import Recipe
-from seatrial.plan.report.advice import Advice, Asker, Target, Wanted, advice, targets
+from seatrial.plan.report.advice import Advice, Predictor, Target, TargetValue, advice, targets
 from seatrial.plan.report.beyond_memory import BeyondMemory, beyond_memory
 from seatrial.plan.search.caution import SHORTEST_SOURCE, too_short
 from seatrial.plan.search.scaling import MODES, Scaling, best_scaling, scaling
 from seatrial.plan.search.search import Choice, Found, limit, own_recipe, search
 
-# Rate of shared storage if not measured. It decides how long a checkpoint write takes, and little else: see `slow`.
+# Rate of shared storage if not measured. It determines the time of a checkpoint write, and little else: see `slow`.
 STORAGE_GB_S = 20.0
 DETERMINISTIC_SOURCE = "train.deterministic: its cost is in the prediction only if a run with it was measured; attention runs without cuDNN"
 STORAGE_SOURCE = "assumption"
-# A tenth of that rate shows how much a wrong assumption matters.
+# A tenth of that rate shows the sensitivity to this assumption.
 _SLOW = 0.1
-# Of the published failure rates, that of a single large job.
+# The published failure rate of a single large job.
 FAILURES = next(r for r in RATES if r.name == "llama-3")
-# A network is "enough" if a step takes this much longer with it than with an unlimited one.
+# A network is fast enough if a step is at most this much longer than with an unlimited one.
 ENOUGH = 0.05
 _MOST_GPUS = 1024
 
 
 @dataclass(frozen=True)
 class JobEstimate:
-    """The job's own layout. `prediction` and what follows from it are None if a speed is not known."""
+    """The job's own layout. `prediction` and fields derived from it are None if a speed is unknown."""
 
     recipe: Recipe
     memory: Memory
@@ -59,7 +59,7 @@ class JobEstimate:
 
     @property
     def verdict(self) -> MemoryFit | None:
-        """With what margin it fits; None if a GPU's memory is not known."""
+        """Whether it fits, and with margin; None if a GPU's memory is unknown."""
         return None if self.room is None else judge(self.memory.reserved, self.room)
 
 
@@ -68,11 +68,11 @@ class NetworkDemand:
     """Load and capacity of the network between nodes; bytes, and bytes/s of one node in one direction."""
 
     nodes: int
-    a_gpu: float  # a GPU's share of what leaves its NVLink domain, of the busiest pipeline rank, a step
-    a_card: float | None  # the same over one network card; None if the network is not known
-    mean: float | None  # rate of its node, averaged over the whole step
+    a_gpu: float  # bytes a step that a GPU of the busiest pipeline rank sends out of its NVLink domain
+    a_card: float | None  # the same over one NIC; None if the network is unknown
+    mean: float | None  # rate of its node, averaged over the step
     capacity: float | None
-    enough: float | None  # with this a step is at most `ENOUGH` longer than with an unlimited network
+    enough: float | None  # with this rate a step is at most `ENOUGH` longer than with an unlimited network
 
 
 @dataclass(frozen=True)
@@ -103,15 +103,15 @@ class Answer:
     stack: str
     own: JobEstimate
     found: Found | None
-    carried: NetworkDemand
-    ending: RunForecast | None
+    network_demand: NetworkDemand
+    forecast: RunForecast | None
     weak: Scaling | None
     strong: Scaling | None
     best_scaled: Scaling | None  # the best layout on one node and on all of them
     advice: Advice | None
     targets: tuple[Target, ...]
     provenance: tuple[str, ...]
-    beyond: BeyondMemory | None = None  # the fastest layout that only memory refuses
+    beyond: BeyondMemory | None = None  # the fastest layout that fails only for memory
 
     @property
     def best(self) -> Choice | None:
@@ -120,14 +120,14 @@ class Answer:
 
     @property
     def waterfall(self) -> tuple[Share, ...] | None:
-        """Where the FLOPs go: of the whole run, else of a step; None if no speed is known."""
-        if self.ending is not None:
-            return self.ending.finish.waterfall
+        """The waterfall of the whole run, else of a step; None if a speed is unknown."""
+        if self.forecast is not None:
+            return self.forecast.finish.waterfall
         return None if self.own.prediction is None else self.own.prediction.waterfall
 
 
 @dataclass(frozen=True)
-class Wishes:
+class PlanOptions:
     """User options besides the job. `storage_gb_s` is decimal GB/s of the whole storage; `price` of a GPU hour."""
 
     stack: str = "seatrial"
@@ -136,19 +136,19 @@ class Wishes:
     price: float | None = None
     nodes: Sequence[int] = ()
     rate: Rate = FAILURES
-    targets: Sequence[Wanted] = ()
-    look_further: bool = True  # search other layouts; otherwise only the job's own is reported
+    targets: Sequence[TargetValue] = ()
+    look_further: bool = True  # search other layouts too; otherwise only the job's own is reported
 
 
 def answer(
     job: Job,
     place: Hardware,
-    wishes: Wishes | None = None,
+    wishes: PlanOptions | None = None,
     *,
     calibration: Calibration | None = None,
 ) -> Answer:
-    """The job's own layout, the best ones, the whole run, scaling, the network, and what would change any of it."""
-    w = wishes or Wishes()
+    """The job's own layout, the best ones, the whole run, scaling, network demand, suggestions and targets."""
+    w = wishes or PlanOptions()
     cluster = place.cluster
     mine = _own(job, place, w, calibration)
     found, more = None, None
@@ -160,50 +160,50 @@ def answer(
     prediction = mine.prediction
     entries: tuple[Target, ...] = ()
     curves: list[Scaling] = []
-    best = ending = beyond = None
+    best = forecast = beyond = None
     if cluster is not None and prediction is not None:
         sizes = w.nodes or usual_nodes(cluster)
         for mode in MODES:
             at = (job, mine.recipe, cluster)
             curves.append(scaling(*at, mode=mode, nodes=sizes, calibration=calibration, stack=w.stack))
         if found is not None:
-            beyond = beyond_memory(Asker(job, cluster, w.stack, calibration), found)
+            beyond = beyond_memory(Predictor(job, cluster, w.stack, calibration), found)
         if found is not None and cluster.nodes > 1:
             known = {cluster.nodes: found}
             best = best_scaling(
                 job, cluster, nodes=(1, *known), known=known, calibration=calibration, stack=w.stack
             )
-        ending = _ending(job, mine.recipe, cluster, prediction, w)
+        forecast = _forecast(job, mine.recipe, cluster, prediction, w)
         if w.look_further or w.targets:
             more = advice(job, mine.recipe, prediction, cluster, found, w.stack, calibration)
-            end = None if ending is None else ending.finish
-            entries = tuple(targets(prediction, more.ways, w.targets, end))
+            end = None if forecast is None else forecast.finish
+            entries = tuple(targets(prediction, more.suggestions, w.targets, end))
     return Answer(
         job=job,
         place=place,
         stack=stack_for(mine.recipe, w.stack).name,
         own=mine,
         found=found,
-        carried=_carried(job.architecture, mine, place, w, calibration),
-        ending=ending,
+        network_demand=_network_demand(job.architecture, mine, place, w, calibration),
+        forecast=forecast,
         weak=curves[0] if curves else None,
         strong=curves[1] if curves else None,
         best_scaled=best,
         advice=more if w.look_further else None,
         targets=entries,
-        provenance=_provenance(job, mine, found, ending, place),
+        provenance=_provenance(job, mine, found, forecast, place),
         beyond=beyond,
     )
 
 
 def usual_nodes(cluster: Cluster) -> tuple[int, ...]:
-    """The cluster's own number, halved as often as it can be, and doubled up to 1,024 GPUs."""
+    """The cluster's number of nodes, halved while even, and doubled up to 1,024 GPUs."""
     nodes = cluster.nodes
     most, least = max(nodes, _MOST_GPUS // cluster.gpus_per_node), nodes // (nodes & -nodes)
     return tuple(least * 2**i for i in range((most // least).bit_length()))
 
 
-def _own(job: Job, place: Hardware, w: Wishes, calibration: Calibration | None) -> JobEstimate:
+def _own(job: Job, place: Hardware, w: PlanOptions, calibration: Calibration | None) -> JobEstimate:
     model, cluster = job.architecture, place.cluster
     room = None if cluster is None else capacity(cluster)
     recipe = own_recipe(job, room, w.stack)
@@ -228,24 +228,24 @@ def _own(job: Job, place: Hardware, w: Wishes, calibration: Calibration | None) 
     return JobEstimate(recipe, held, room, sent, prediction, why, limited, why_accumulate)
 
 
-def _carried(
-    model: Architecture, mine: JobEstimate, place: Hardware, w: Wishes, calibration: Calibration | None
+def _network_demand(
+    model: Architecture, mine: JobEstimate, place: Hardware, w: PlanOptions, calibration: Calibration | None
 ) -> NetworkDemand:
     network, step = place.network, mine.prediction
     each = mine.traffic.leaving.sent
     able = None if network is None else network.gb_s_per_gpu * place.gpus_per_node * 1e9
     mean = None if step is None else each * place.gpus_per_node / step.step_s
     enough = None
-    if place.shape.crosses and step is not None and place.cluster is not None and network is not None:
+    if place.shape.several_domains and step is not None and place.cluster is not None and network is not None:
         enough = _enough(model, mine.recipe, place.cluster, w, calibration)
     card = None if network is None else each * network.gpus_per_node / network.nics_per_node
     return NetworkDemand(place.nodes, each, card, mean, able, enough)
 
 
 def _enough(
-    model: Architecture, recipe: Recipe, cluster: Cluster, w: Wishes, calibration: Calibration | None
+    model: Architecture, recipe: Recipe, cluster: Cluster, w: PlanOptions, calibration: Calibration | None
 ) -> float | None:
-    """Bisection: steps get no longer with a faster network. None if even a millionth of its rate is enough."""
+    """The rate, by bisection (steps get no longer with a faster network); None if a millionth of the rate is enough."""
     assert cluster.network is not None
     network, each = cluster.network, cluster.network.gb_s_per_gpu * cluster.gpus_per_node * 1e9
 
@@ -263,10 +263,10 @@ def _enough(
     return high * each
 
 
-def _ending(
-    job: Job, recipe: Recipe, cluster: Cluster, prediction: Prediction, w: Wishes
+def _forecast(
+    job: Job, recipe: Recipe, cluster: Cluster, prediction: Prediction, w: PlanOptions
 ) -> RunForecast | None:
-    """Forecast the run; None if saving or failures leave no time for training at all."""
+    """Forecast the run; None if saves or failures leave no time for training."""
     rate = w.storage_gb_s or STORAGE_GB_S
     every = job.checkpoint.every_steps
     steps = job.train.steps
@@ -296,7 +296,7 @@ def _ending(
 
 
 def _provenance(
-    job: Job, mine: JobEstimate, found: Found | None, ending: RunForecast | None, place: Hardware
+    job: Job, mine: JobEstimate, found: Found | None, forecast: RunForecast | None, place: Hardware
 ) -> tuple[str, ...]:
     sources = place.provenance
     if mine.prediction is not None:
@@ -308,9 +308,9 @@ def _provenance(
             sources += (DETERMINISTIC_SOURCE,)
         if short := too_short(job.architecture, mine.recipe, mine.prediction):
             sources += (f"{short}; {SHORTEST_SOURCE}",)
-    if ending is not None:
+    if forecast is not None:
         sources += (
-            f"failures: {ending.rate.per_node_day:g} a node and day, {ending.rate.label}: {ending.rate.source}",
-            f"storage: {ending.storage_gb_s:g} GB/s, {ending.storage_source}; GPU memory to host: {HOST_SOURCE}",
+            f"failures: {forecast.rate.per_node_day:g} a node and day, {forecast.rate.label}: {forecast.rate.source}",
+            f"storage: {forecast.storage_gb_s:g} GB/s, {forecast.storage_source}; GPU memory to host: {HOST_SOURCE}",
         )
     return sources

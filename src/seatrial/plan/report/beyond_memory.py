@@ -1,4 +1,4 @@
-"""The fastest layout that only memory refuses, and the single changes that would make it fit; each is predicted."""
+"""The fastest layout that fails only for memory, and the single changes that would make it fit; each is predicted."""
 
 from __future__ import annotations
 
@@ -8,48 +8,48 @@ from dataclasses import dataclass, replace
 from seatrial.hardware.catalogue import gpus
 from seatrial.hardware.networks import reference_node
 from seatrial.job.schedules import schedule_named
-from seatrial.plan.cost.overlap import able
+from seatrial.plan.cost.overlap import can_overlap
 from seatrial.plan.cost.predict import Prediction, stack_for
 from seatrial.plan.model.recipe import Recipe
-from seatrial.plan.report.advice import Asker, Suggestion, single_changes
+from seatrial.plan.report.advice import Predictor, Suggestion, single_changes
 from seatrial.plan.search.legal import refusal
 from seatrial.plan.search.scaling import resized
-from seatrial.plan.search.search import ALIKE, MOST_OVER, Found, least_step
+from seatrial.plan.search.search import MOST_OVER, TIE_MARGIN, Found, step_lower_bound
 
 
 @dataclass(frozen=True)
 class BeyondMemory:
-    """A layout that does not fit, and what makes it fit. `gain`: of the speed, over the best layout that fits, also in `ways`."""
+    """A layout that does not fit, and changes that make it fit. `gain`, also in `suggestions`: speedup over the best that fits."""
 
     recipe: Recipe
     prediction: Prediction
     gain: float
-    ways: tuple[Suggestion, ...]  # the fastest change of a setting, twice the nodes, another GPU
+    suggestions: tuple[Suggestion, ...]  # the fastest change of a setting, twice the nodes, another GPU
 
     @property
     def over(self) -> float:
-        """What it needs over what there is, minus 1."""
+        """Needed over available memory, minus 1."""
         return self.prediction.memory.reserved / self.prediction.room - 1
 
 
-def beyond_memory(asker: Asker, found: Found) -> BeyondMemory | None:
-    """The fastest of `found.outsized`, if it is faster than the best layout that fits by more than `ALIKE`.
+def beyond_memory(predictor: Predictor, found: Found) -> BeyondMemory | None:
+    """The fastest of `found.outsized`, if it is faster than the best layout that fits by more than `TIE_MARGIN`.
 
-    Of those that cannot be distinguished from the fastest it is the one that needs the least memory.
+    Of equally fast ones it is the one that needs the least memory.
     """
     if not found.choices:
         return None
     best = found.choices[0].prediction.step_s
-    most = best / (1 + ALIKE)
+    most = best / (1 + TIE_MARGIN)
     tried: list[tuple[Recipe, Prediction]] = []
     kernels: dict[tuple[object, ...], float] = {}
 
     def bound(recipe: Recipe) -> float:
-        """Lower bound of the step: its kernels, which the other sizes do not change, and the pipeline that fills."""
+        """Lower bound of the step time: kernels, which do not depend on the other sizes, and pipeline warm-up."""
         r, at = recipe, recipe.layout
         key = (at.tensor, r.context, r.microbatch, r.recompute, r.accumulate, r.microbatches > 1)
         if key not in kernels:
-            parts = [asker.predict(r).parts for r in _ways(asker, recipe)]
+            parts = [predictor.predict(r).parts for r in _with_async_tensor(predictor, recipe)]
             kernels[key] = min(p.products + p.attention + p.operators + p.recomputation for p in parts)
         fill = 0.0
         if not schedule_named(at.schedule).split_backward:
@@ -59,51 +59,55 @@ def beyond_memory(asker: Asker, found: Found) -> BeyondMemory | None:
     for recipe in sorted(found.outsized, key=bound):
         if bound(recipe) > most:
             break
-        plain, model, stack = asker.predict(recipe), asker.job.architecture, stack_for(recipe, asker.stack)
+        plain, model, stack = (
+            predictor.predict(recipe),
+            predictor.job.architecture,
+            stack_for(recipe, predictor.stack),
+        )
         here = [(recipe, plain)]
-        for other in (r for r in _ways(asker, recipe) if r is not recipe):
-            may = least_step(model, recipe, stack, plain) <= most
-            if may and refusal(asker.job, asker.cluster, other) is None:
-                here.append((other, asker.predict(other)))
+        for other in (r for r in _with_async_tensor(predictor, recipe) if r is not recipe):
+            may = step_lower_bound(model, recipe, stack, plain) <= most
+            if may and refusal(predictor.job, predictor.cluster, other) is None:
+                here.append((other, predictor.predict(other)))
         for r, p in here:
             if p.memory.reserved <= MOST_OVER * p.room:
                 tried.append((r, p))
-                most = min(most, p.step_s * (1 + ALIKE))
+                most = min(most, p.step_s * (1 + TIE_MARGIN))
     near = [(r, p) for r, p in tried if p.step_s < most]
     if not near:
         return None
     recipe, p = min(near, key=lambda n: n[1].memory.reserved)
-    return BeyondMemory(recipe, p, best / p.step_s - 1, tuple(_fitting(asker, recipe, best)))
+    return BeyondMemory(recipe, p, best / p.step_s - 1, tuple(_fitting(predictor, recipe, best)))
 
 
-def _ways(asker: Asker, recipe: Recipe) -> Iterator[Recipe]:
-    """Without asynchronous tensor parallel, and with it."""
+def _with_async_tensor(predictor: Predictor, recipe: Recipe) -> Iterator[Recipe]:
+    """The recipe without asynchronous tensor parallel, and with it if possible."""
     yield recipe
-    if able(recipe, stack_for(recipe, asker.stack)):
+    if can_overlap(recipe, stack_for(recipe, predictor.stack)):
         yield replace(recipe, async_tensor=True)
 
 
-def _fitting(asker: Asker, recipe: Recipe, best: float) -> Iterator[Suggestion]:
-    """Changes that make it fit: the fastest of one setting; of the cluster, twice the nodes, and another GPU."""
+def _fitting(predictor: Predictor, recipe: Recipe, best: float) -> Iterator[Suggestion]:
+    """Changes that make it fit: the fastest change of one setting; twice the nodes; another GPU."""
 
     def suggestion(what: str, r: Recipe, p: Prediction, *, built: bool = True) -> Suggestion:
         return Suggestion(what, r, p, best / p.step_s - 1, built)
 
-    changes = (c for kind in single_changes(recipe, stack_for(recipe, asker.stack)) for c in kind)
-    tried = [(what, r, p) for what, r in changes if (p := asker.ask(r)) is not None]
+    changes = (c for kind in single_changes(recipe, stack_for(recipe, predictor.stack)) for c in kind)
+    tried = [(what, r, p) for what, r in changes if (p := predictor.try_predict(r)) is not None]
     if tried:
         yield suggestion(*min(tried, key=lambda t: t[2].step_s))
-    twice = replace(asker.cluster, nodes=2 * asker.cluster.nodes)
+    twice = replace(predictor.cluster, nodes=2 * predictor.cluster.nodes)
     more, _ = resized(recipe, twice.gpus, mode="strong")
-    if more is not None and (p := asker.ask(more, cluster=twice)) is not None:
+    if more is not None and (p := predictor.try_predict(more, cluster=twice)) is not None:
         yield suggestion(f"{twice.nodes:,} nodes", more, p, built=False)
-    here = reference_node(asker.cluster.gpu.name)
+    here = reference_node(predictor.cluster.gpu.name)
     for gpu in sorted(gpus(), key=lambda g: g.hbm_gb):
         node = reference_node(gpu.name)
-        # A node like this one: what fits a node of eight may not fit a tray of four.
+        # Only nodes of the same size: a layout for nodes of eight may not suit trays of four.
         if here is None or node is None or node.gpus_per_node != here.gpus_per_node:
             continue
-        p = asker.ask(recipe, cluster=replace(asker.cluster, gpu=gpu))
-        if gpu.hbm_gb > asker.cluster.gpu.hbm_gb and p is not None:
+        p = predictor.try_predict(recipe, cluster=replace(predictor.cluster, gpu=gpu))
+        if gpu.hbm_gb > predictor.cluster.gpu.hbm_gb and p is not None:
             yield suggestion(f"{gpu.name} ({gpu.hbm_gb:g} GB)", recipe, p, built=False)
             return

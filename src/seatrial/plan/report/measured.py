@@ -1,15 +1,15 @@
 """Measurements of a cluster that replace the catalogue's numbers: rates of `seatrial check`, the pace of real runs.
 
 A check writes reports/check.json to the run folder (docs/check.md). Each rate replaces the catalogue's number for the
-same quantity, divided by the share that the model assumes to be reached, so that the model reaches the measured rate:
+same quantity, divided by the share of it that the model assumes, so that the model reaches the measured rate:
 
-    bf16 products                   -> best product                where it differs by more than three shapes can miss
+    bf16 GEMMs                      -> best GEMM                   if it differs by more than the error of three shapes
     copy within a GPU's memory      -> memory bandwidth
-    all_reduce inside a node        -> NVLink                      unless switches did the reduction, which says nothing about gathers
-    all_reduce between nodes, rails -> network cards
+    all_reduce inside a node        -> NVLink                      unless switches reduced (NVLS), which does not apply to all-gathers
+    all_reduce between nodes, rails -> NICs
     writing to the checkpoint folder-> storage
 
-Old, simulated or another GPU's rates are not used; `unused` says so.
+Old or simulated rates, or those of another GPU, are not used; `unused` says so.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from seatrial.plan.model.place import Hardware
 from seatrial.plan.report.measured_runs import paces
 from seatrial.record.folder import RunFolder
 
-# Drivers, firmware and cables change, and a check takes a minute; how fast rates change has not been published.
+# Drivers, firmware and cables change, and a check takes a minute; an assumption.
 MOST_DAYS = 30.0
-# The check tries three shapes of products, the catalogue has the best of many: below this share it suspects a GPU too.
+# The check measures three GEMM shapes, the catalogue has the best of many: below this share the check suspects a GPU.
 THREE_SHAPES = 0.92
-# Rings reach 0.76 to 0.81 of the data sheet's NVLink, sums inside the switch (NVLS) 0.93 to 1.05 (see the floors of
+# Rings reach 0.76 to 0.81 of the data sheet's NVLink, reductions in the switch (NVLS) 0.93 to 1.05 (see the floors of
 # `seatrial check`).
 MOST_OF_A_RING = 0.88
-# Among a cluster's GPUs: below this share of the median the slowest is reported.
+# The slowest GPU of a cluster is reported below this share of the median.
 _ALIKE = 0.92
 _DAY_S = 86400.0
 _MOST = 1e15  # in any unit; above it the file is damaged
@@ -50,14 +50,14 @@ _MOST = 1e15  # in any unit; above it the file is damaged
 class Measured:
     """Measured rates, decimal, in one direction; None where there is no usable measurement.
 
-    `provenance` and `network_provenance` are the provenance of what is used; `unused` is what was found and not used, with reasons.
+    `provenance` and `network_provenance` are of the rates that are used; `unused` are others that were found, with reasons.
     """
 
     gpu: Gpu | None = None  # the kind that was checked, if the catalogue has it
     products_tflops: float | None = None
-    memory_gb_s: float | None = None  # of a copy, read and write added
+    memory_gb_s: float | None = None  # of a copy, reads plus writes
     ring_gb_s: float | None = None  # bus bandwidth inside a node
-    node_gb_s: float | None = None  # what a node sends to others
+    node_gb_s: float | None = None  # sent by a node to others
     cards: int | None = None  # network ports of a node
     storage_gb_s: float | None = None  # all checked nodes together
     paces: tuple[Entry, ...] = ()
@@ -70,16 +70,16 @@ class Measured:
         return replace(cluster, gpu=self._gpu(cluster.gpu), network=self._network(cluster))
 
     def at(self, place: Hardware, *, keep_network: bool = False) -> Hardware:
-        """`place` likewise; a GPU or a network that was not named may now be known.
+        """`place` with the measured rates; a GPU or network that the job does not name may now be known.
 
-        `keep_network`: the place's network was asked for explicitly, so it stays as it is.
+        `keep_network`: the network was given explicitly and stays.
         """
         gpu = place.gpu or self.gpu
         if gpu is None:
             return place
         found = self.apply(replace(place, gpu=gpu).shape)
         network, provenance = found.network, self.network_provenance
-        if keep_network or not provenance:  # otherwise a measurement replaces the assumption
+        if keep_network or not provenance:  # otherwise a measured network replaces the assumed one
             network, provenance = place.network, place.provenance
         return replace(
             place,
@@ -91,7 +91,7 @@ class Measured:
         )
 
     def calibration(self, shipped: Calibration) -> Calibration:
-        """`shipped`, with the paces of real runs in place of those of the same stack and GPU."""
+        """`shipped`, with the paces of real runs instead of those of the same stack and GPU."""
         if not self.paces:
             return shipped
         mine = {(e.stack, e.gpu) for e in self.paces}
@@ -122,8 +122,8 @@ class Measured:
 def measured_rates(folder: Path, job: Job, *, without: Path | None = None) -> Measured:
     """Measurements of `job`'s cluster from the run folder `folder` (runs/NAME) and its siblings. Bad files never raise.
 
-    Rates are of the last check of this job; paces of every run of the same model on the same kind of GPU, those of `scale` too.
-    `without`: not of runs in or below it, whose prediction would be their own measurement.
+    Rates are of the last check of this job; paces of all runs of the same model on the same kind of GPU, also those of
+    `scale`. Runs in or below `without` are left out: they would be predicted from their own measurement.
     """
     at = job.cluster
     wanted = None if at.gpu is None else find_gpu(at.gpu)
@@ -142,8 +142,8 @@ def measured_rates(folder: Path, job: Job, *, without: Path | None = None) -> Me
 def _checked(file: Path, job: Job, wanted: Gpu | None) -> Measured:
     try:
         document = read_json(file)
-        said = document.get("time") if isinstance(document, dict) else None
-        written = _number(said) or file.stat().st_mtime
+        stated = document.get("time") if isinstance(document, dict) else None
+        written = _number(stated) or file.stat().st_mtime
     except FileNotFoundError:
         return Measured()
     except (OSError, ValueError) as error:
@@ -214,14 +214,14 @@ class _Reader:
         provenance = self._network_provenance if network else self._provenance
         provenance.append(f"{what}{instead}: measured, {self._source}")
 
-    def _leave(self, what: str, why: str) -> None:
+    def _skip(self, what: str, why: str) -> None:
         self._unused.append(f"{what} ({self._source}): {why}")
 
     def _products(self, checked: Mapping[str, Any], gpu: Gpu) -> float | None:
         rate = _rate(checked.get("gemm"), "TFLOP/s")
         if rate is None:
             return None
-        what = f"bf16 products {rate:.4g} TFLOP/s"
+        what = f"bf16 GEMMs {rate:.4g} TFLOP/s"
         least = _number(checked["gemm"].get("min"))
         if least is not None and least < _ALIKE * rate:
             self._provenance.append(
@@ -229,9 +229,9 @@ class _Reader:
             )
         known = gpu.best_bf16_tflops
         if known is not None and THREE_SHAPES * known <= rate <= known:
-            self._leave(
+            self._skip(
                 what,
-                f"within the error of testing three shapes of {known:g}, the best of many, which is kept",
+                f"three shapes; within their error of {known:g}, the best of many, which is kept",
             )
             return None
         self._use(what, "" if known is None else f" instead of {known:g}")
@@ -252,9 +252,9 @@ class _Reader:
             if rate <= MOST_OF_A_RING * gpu.link_gb_s:
                 self._use(what, f" instead of {usual:.4g}")
                 return rate
-            self._leave(
+            self._skip(
                 what,
-                "more than a ring reaches: the switches did the reduction, which says nothing about gathers",
+                "more than a ring reaches: the switches reduced (NVLS), which does not apply to all-gathers",
             )
         copy = _rate(checked.get("p2p"), "GB/s")
         if copy is not None and copy < usual:
@@ -265,9 +265,9 @@ class _Reader:
         return None
 
     def _network(self, gpu: Gpu) -> tuple[int | None, float | None]:
-        """(ports of a node, GB/s that it sends): from the sum over most nodes, else the ports, else send and receive.
+        """(NICs of a node, GB/s that it sends): from the all_reduce over most nodes, else the rails, else send/receive.
 
-        Sums (all_reduce) are read as rings, because the model uses the rate for rings.
+        all_reduce rates are interpreted as rings, because the model uses them for rings.
         """
         cards, node, what = self._rails()
         found = self._sums(self._between)
@@ -275,10 +275,10 @@ class _Reader:
             rate, text = found
             most = self._cards_carry() if node is None else node
             if rate >= gpu.link_gb_s * LOCAL_SHARE:
-                self._leave(text, "as fast as inside a node, so it only shows that the network is not slower")
+                self._skip(text, "as fast as inside a node, so it only shows that the network is not slower")
             elif most is not None and rate > most:
-                # A tree, or a sum inside each node first, sends less between nodes than the rings that gathers use.
-                self._leave(text, f"more than the NICs carry in rings, {most:.4g} GB/s a node")
+                # A tree, or a reduction inside each node first, sends less between nodes than all-gathers in rings.
+                self._skip(text, f"more than the NICs carry in rings, {most:.4g} GB/s a node")
             else:
                 self._use(text, network=True)
                 return cards, rate
@@ -291,18 +291,18 @@ class _Reader:
         how = str(self._rates["send_recv"].get("algorithm", ""))
         text = f"{how} {rate_or_none:.4g} Gb/s a node"
         if not how.startswith("nccl"):
-            self._leave(text, "not the backend that GPUs use")
+            self._skip(text, "not the backend that GPUs use")
             return None, None
         self._use(text, network=True)
         return None, rate_or_none / 8
 
     def _between(self, nodes: int) -> bool:
-        """Whether so many nodes communicate by their cards; a rack's use NVLink."""
+        """Whether this many nodes communicate over NICs; those of a rack use NVLink."""
         at = self._job.cluster
         return nodes > 1 and nodes * at.gpus_per_node > joined_gpus(at)
 
     def _cards_carry(self) -> float | None:
-        """GB/s of a node's cards in the network that the job names; None if it names none."""
+        """GB/s of a node's NICs in the network that the job names; None if it names none."""
         name = self._job.cluster.network
         network = None if name is None else find_network(name)
         return None if network is None else network.nics_per_node * network.gbps_per_nic / 8
@@ -315,7 +315,7 @@ class _Reader:
         ports = rail.get("n")
         what = f"network ports {rate:.4g} Gb/s"
         if type(ports) is not int or not 0 < ports < _MOST or not self._nodes or ports % self._nodes:
-            self._leave(what, f"{ports} ports on {self._nodes} nodes: the number per node is unknown")
+            self._skip(what, f"{ports} ports on {self._nodes} nodes: the number per node is unknown")
             return None, None, ""
         cards = ports // self._nodes
         return cards, cards * rate / 8, f"{what}, {cards} a node"
@@ -342,7 +342,7 @@ class _Reader:
         return rate, f"all_reduce {where} {rate:.4g} GB/s (busbw, {size >> 20} MiB)"
 
     def _storage(self) -> float | None:
-        """GB/s of all checked nodes together, each writing its own file at the same time: more files may be faster."""
+        """GB/s of all checked nodes together, each writing one file at the same time: a lower bound."""
         alone: Sequence[Any] = self._rates.get("node") or ()
         for one in alone if isinstance(alone, list) else ():
             rate = _rate(one, "GB/s")

@@ -1,8 +1,8 @@
-"""The pace of our own trainer on a cluster, from earlier runs there: their measured step times against predicted ones.
+"""The pace of our own trainer on a cluster, from measured step times of earlier runs there.
 
-A run counts if it is of the same model on the same kind of GPU, and its step times reflect computation: enough steps
-after the first ones (compilation, caches), with all its ranks, not waiting for data. Its pace is the one for which the
-prediction of that run, in its own layout, equals its median step.
+A run is usable if it has the same model on the same kind of GPU and its step times reflect computation: enough steps after
+warm-up (compilation, caches), with all its ranks, not waiting for data. Its pace is the one for which the prediction of
+that run, in its own layout, equals its median step.
 """
 
 from __future__ import annotations
@@ -26,25 +26,24 @@ from seatrial.plan.cost.kernels import UnknownSpeedError
 from seatrial.plan.cost.predict import stack_for
 from seatrial.plan.cost.step import step_parts
 from seatrial.plan.model.cluster import Cluster
-from seatrial.plan.model.place import place_of
+from seatrial.plan.model.place import hardware_of
 from seatrial.plan.model.recipe import Recipe
 from seatrial.record.events import read_events
 from seatrial.record.folder import RunFolder
 from seatrial.record.metrics import MetricsRecord
 from seatrial.record.recent import recent_metrics
 
-# First steps of a generation, which are ignored: compilation, allocator, first connections between ranks.
+# Warm-up steps of a generation, which are ignored: compilation, allocator, first connections between ranks.
 FIRST_STEPS = 5
 ENOUGH_STEPS = 20
 NEWEST_STEPS = 200
-# The steps of a run that waited longer than this share of a step for data measure its storage.
+# A run that waits longer than this share of a step for data measures its storage.
 MOST_WAITING = 0.05
-# Few runs say little about the spread: it is shrunk towards the usual one of stacks, as if four more runs had that
-# (bench/plan_accuracy.py).
-USUAL_SPREAD, WORTH = 0.08, 4
+# The spread of few runs is shrunk towards the usual one of stacks, as if four more runs had that (bench/plan_accuracy.py).
+USUAL_SPREAD, PRIOR_RUNS = 0.08, 4
 ONE_RUN = math.hypot(
-    USUAL_SPREAD * math.sqrt(WORTH / (WORTH + 1)), ROWS
-)  # the spread that a single run leaves
+    USUAL_SPREAD * math.sqrt(PRIOR_RUNS / (PRIOR_RUNS + 1)), ROWS
+)  # the spread after a single run
 _MOST_RUNS = 8
 _LATEST = 1e11  # seconds since 1970 (the year 5138): a later record is damaged
 _PACES = (0.05, 20.0)
@@ -52,7 +51,7 @@ _PACES = (0.05, 20.0)
 
 @dataclass(frozen=True)
 class _Run:
-    """One run that counts: its median step in seconds, over `steps` of them, in its own layout."""
+    """One usable run: its median step in seconds, over `steps` of them, in its own layout."""
 
     name: str
     job: Job
@@ -62,7 +61,7 @@ class _Run:
 
 
 class _UnusableError(Exception):
-    """Why a run cannot be used for the pace."""
+    """Why a run cannot be used."""
 
 
 def paces(
@@ -71,7 +70,7 @@ def paces(
     """(paces by stack, their provenance, unused runs and why), from `folder`, its sibling run folders and those of `scale` there.
 
     Runs in or below `without` are left out.
-    `apply` gives a cluster its measured rates: a pace is valid only with the rates that it was derived with.
+    `apply` sets a cluster's measured rates: a pace is valid only with the rates it was derived with.
     """
     found: dict[str, list[tuple[_Run, float]]] = {}
     unused = []
@@ -123,11 +122,11 @@ def _read(folder: RunFolder, gpu: Gpu, name: str, deterministic: bool) -> _Run:
         raise _UnusableError(f"its job.toml cannot be read: {error.diagnostics[0].message}") from None
     if job.train.deterministic != deterministic:
         raise _UnusableError(f"train.deterministic = {str(job.train.deterministic).lower()} there")
-    began = max((e.generation for e in events if e.kind == "run_started"), default=0)
-    records = [r for r in recent_metrics(folder, NEWEST_STEPS) if r.generation >= began]
+    launched = max((e.generation for e in events if e.kind == "run_started"), default=0)
+    records = [r for r in recent_metrics(folder, NEWEST_STEPS) if r.generation >= launched]
     steady = _steady(records, job.layout.world_size)
     if len(steady) < ENOUGH_STEPS:
-        raise _UnusableError(f"it has {len(steady)} steps that count, and {ENOUGH_STEPS} are needed")
+        raise _UnusableError(f"it has {len(steady)} usable steps, {ENOUGH_STEPS} are needed")
     step = median(r.step_time_s for r in steady)
     waiting = median(r.data_wait_s for r in steady) / step
     if waiting > MOST_WAITING:
@@ -136,7 +135,7 @@ def _read(folder: RunFolder, gpu: Gpu, name: str, deterministic: bool) -> _Run:
 
 
 def _steady(records: list[MetricsRecord], ranks: int) -> list[MetricsRecord]:
-    """Records of steps with all ranks of the job's own layout, without the first ones of each generation."""
+    """Records of steps with all ranks of the job's own layout, without the warm-up of each generation."""
     first: dict[int, int] = {}
     for r in records:
         first[r.generation] = min(r.step, first.get(r.generation, r.step))
@@ -153,11 +152,11 @@ def _steady(records: list[MetricsRecord], ranks: int) -> list[MetricsRecord]:
 
 
 def _pace(run: _Run, gpu: Gpu, apply: Callable[[Cluster], Cluster]) -> tuple[str, float]:
-    """(stack, pace): by bisection in the logarithm, since a step gets no shorter with a slower pace."""
+    """(stack, pace), by bisection of the logarithm: a step gets no shorter with a slower pace."""
     job = run.job
     recipe = Recipe.of(job)
     stack = stack_for(recipe)
-    at = replace(place_of(job), gpu=gpu)
+    at = replace(hardware_of(job), gpu=gpu)
     fabric = Fabric.of(apply(at.shape), recipe)
     factors = shipped().pace(stack.name, gpu).factors
 
@@ -168,7 +167,7 @@ def _pace(run: _Run, gpu: Gpu, apply: Callable[[Cluster], Cluster]) -> tuple[str
     try:
         if not seconds(low) < run.step_s < seconds(high):
             raise _UnusableError(
-                f"no pace reproduces its steps of {run.step_s:.3g} s: predicted are {seconds(low):.3g} to {seconds(high):.3g}"
+                f"no pace reproduces its steps of {run.step_s:.3g} s: {seconds(low):.3g} to {seconds(high):.3g} are predicted"
             )
         for _ in range(30):
             middle = math.sqrt(low * high)
@@ -181,7 +180,7 @@ def _pace(run: _Run, gpu: Gpu, apply: Callable[[Cluster], Cluster]) -> tuple[str
 def _entry(stack: str, gpu: Gpu, runs: list[tuple[_Run, float]]) -> Entry:
     value = median(pace for _, pace in runs)
     squares = sum(math.log(pace / value) ** 2 for _, pace in runs)
-    spread = math.sqrt((WORTH * USUAL_SPREAD**2 + squares) / (WORTH + len(runs)))
+    spread = math.sqrt((PRIOR_RUNS * USUAL_SPREAD**2 + squares) / (PRIOR_RUNS + len(runs)))
     named = ", ".join(
         f"{run.name} ({run.steps} steps, {time.strftime('%Y-%m-%d', time.gmtime(run.time))})"
         for run, _ in runs

@@ -1,8 +1,8 @@
-"""The time of measured steps in the categories of the planner's waterfall, with its prediction. Pure.
+"""Measured steps in the categories of the planner's waterfall, compared with its prediction. Pure.
 
-The table below says which stages of a measured step (`record.stages`) are which parts of a predicted one. What a rank
-cannot tell apart is one row: forward and backward are timed as a whole, and a wait for another pipeline rank includes
-the time of its message.
+The table below maps stages of a measured step (`record.stages`) to parts of a predicted one. Parts that cannot be measured
+separately are one row: forward and backward are timed as a whole, and a wait for another pipeline rank includes its
+message.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _KERNELS = (
 )
 _PIPELINE = "pipeline bubble and communication"
 
-# (row, parts of a predicted step, stages of a measured one). Without parts: `plan` predicts none for a step.
+# (row, parts of a predicted step, stages of a measured one). Without parts: not predicted.
 TABLE: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     (_BELOW_PEAK, _KERNELS, ("forward", "backward")),
     ("tensor-parallel communication", ("tensor-parallel communication",), ("tensor",)),
@@ -71,18 +71,18 @@ class StepWaterfall:
 
     @property
     def mfu(self) -> float | None:
-        """None if no dense peak is known."""
+        """MFU, None if no dense peak is known."""
         seconds = self.rows[0].seconds
         return None if seconds is None else seconds / self.step_s
 
     @property
     def whole(self) -> str:
-        """What the chart begins with."""
+        """The first bar of the chart."""
         return "step" if self.mfu is None else "dense peak"
 
     @property
     def shown(self) -> tuple[Row, ...]:
-        """The rows without those that take no time."""
+        """The rows that take time."""
         return tuple(r for r in self.rows if r.seconds or r.predicted_s or r.name == RESULT)
 
     @property
@@ -91,7 +91,7 @@ class StepWaterfall:
         return Row("step", self.step_s, self.predicted_step_s, (), ())
 
     def shares(self, *, predicted: bool = False) -> tuple[Share, ...]:
-        """For `waterfall_of`: the result first. Without a known peak that is the time of forward and backward."""
+        """For `waterfall_of`: the result first. Without a known peak that is forward and backward."""
         rows = self.shown if self.mfu is not None else self.shown[1:]
         whole = self.predicted_step_s if predicted else self.step_s
         assert whole is not None
@@ -99,7 +99,7 @@ class StepWaterfall:
         return tuple(Share(name, s / whole, s) for name, s in each if s is not None)
 
     def notes(self) -> Iterator[str]:
-        """What is unknown, not separated, or not predicted."""
+        """Notes on parts that are unknown, not separated, or not predicted."""
         if self.mfu is None:
             yield "MFU unknown: no dense peak is known for this device and precision"
         for row in self.shown:
@@ -123,16 +123,16 @@ class StepWaterfall:
 def step_waterfall(
     account: Account, pipeline: int, *, model_flops_s: float | None, prediction: Prediction | None
 ) -> StepWaterfall:
-    """The waterfall of `account`, of ranks in a pipeline of `pipeline`, beside `prediction` for the same layout.
+    """The waterfall of `account`, of ranks in a pipeline of `pipeline`, with `prediction` for the same layout.
 
-    `model_flops_s`: seconds that the model FLOPs of a step take at the dense peak, None if that is unknown. Computation
-    is the mean over pipeline ranks, as in a prediction; what the busiest has more is uneven stages.
+    `model_flops_s`: seconds of a step's model FLOPs at the dense peak, None if that is unknown. Computation is the mean
+    over pipeline ranks, as in a prediction; the excess of the busiest counts as uneven stages.
     """
     seconds = {**dict.fromkeys(("forward", "pipeline"), 0.0), **account.seconds}
     compute = seconds["forward"] + seconds.get("backward", 0.0)
     busy = np.median(
         account.split.passes_s.reshape(pipeline, -1), axis=1
-    )  # a straggler makes no uneven stages
+    )  # the median, so that a straggler does not count as uneven stages
     uneven = min(float(busy.max() - busy.mean()), compute)
     seconds["forward"] -= uneven
     seconds["pipeline"] += uneven

@@ -1,8 +1,8 @@
-"""Geometry of a waterfall chart from the dense peak down to the MFU, independent of what draws it.
+"""Geometry of a waterfall chart from the dense peak down to the MFU, for all renderers.
 
 All figures are shares of the GPU's dense peak over the time covered. The first bar is the peak; each further one begins
-where the one before it ended; the last is what remains, the MFU. The kinds group the parts, for colours and legends:
-the same parts are measured on real runs.
+at the end of the previous one; the last is the remainder, the MFU. The kinds group the parts, for colours and legends; the
+same parts are measured on real runs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from seatrial.plan.cost.predict import Share
 
 Kind = Literal["peak", "kernels", "recomputation", "communication", "schedule", "run", "rest", "result"]
 
-# Parts by kind. `waterfall` in predict.py and `finish` name them; a part that is not here is drawn as "rest".
+# Parts by kind, as named by `waterfall` in predict.py and by `finish`; others are drawn as "rest".
 KINDS: dict[str, Kind] = {
     "GEMMs below peak": "kernels",
     "attention below peak": "kernels",
@@ -62,7 +62,7 @@ class Bar:
     kind: Kind
     low: float
     high: float
-    share: float  # signed: a part can also be a gain
+    share: float  # signed: a part can be a gain
     seconds: float
 
     @property
@@ -75,7 +75,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Waterfall:
-    """Bars from the peak to the result, and the names of the parts that take (almost) nothing."""
+    """Bars from the peak to the result, and the names of the parts that are (almost) zero."""
 
     bars: tuple[Bar, ...]
     nothing: tuple[str, ...]
@@ -91,12 +91,12 @@ class Waterfall:
 
     @property
     def losses(self) -> tuple[Kind, ...]:
-        """The kinds of losses present, in the order of their first bar, for a legend; the two ends have own labels."""
+        """The kinds of losses present, in the order of their first bar, for a legend; both ends are labelled."""
         return tuple(dict.fromkeys(b.kind for b in self.bars[1:-1]))
 
     @property
     def too_small(self) -> str:
-        """The parts that are not drawn, in words; empty if there are none."""
+        """The parts that are not drawn, as text; empty if there are none."""
         return "" if not self.nothing else f"below {LEAST * 100:g} %: {', '.join(self.nothing)}"
 
     @property
@@ -116,7 +116,7 @@ class Waterfall:
 def waterfall_of(shares: Sequence[Share], whole_name: str = PEAK) -> Waterfall:
     """The bars of `Prediction.waterfall`, `Finish.waterfall` or a measured step: the first share is the result, all add up to 1.
 
-    ValueError if they do not: a chart whose parts do not make up the whole would be wrong.
+    ValueError if they do not.
     """
     whole = sum(s.share for s in shares)
     if not shares or abs(whole - 1) > 1e-6:

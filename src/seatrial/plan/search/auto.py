@@ -1,9 +1,9 @@
 """`parallel = "auto"`: the layout that the planner chooses for an open job, with reasons and runners-up for plan.json.
 
 If the speeds of GPU and network are known, it is the layout with the shortest predicted step. If not (CPU ranks, a GPU
-outside the catalogue, fp32), nothing is claimed about speed: of the layouts that leave the least rank time idle, it is
-the one with the least product of bytes held and bytes sent, so that twice the memory has to save half of the
-communication. The product needs no conversion factor between the two, which is unknown and would have to be guessed.
+outside the catalogue, fp32), it is, of the layouts with the smallest pipeline bubble, the one with the least product of
+bytes held and bytes sent: twice the memory must save half of the communication. The product needs no conversion factor
+between the two, which is unknown.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from seatrial.plan.model.cluster import Cluster
 from seatrial.plan.model.place import Hardware
 from seatrial.plan.model.recipe import Recipe, Recompute
 from seatrial.plan.search.legal import refusal
-from seatrial.plan.search.search import ALIKE, MICROBATCHES, RECOMPUTES, Choice, legal, pair, search
+from seatrial.plan.search.search import MICROBATCHES, RECOMPUTES, TIE_MARGIN, Choice, legal, pair, search
 
 RUNNERS_UP = 4
 Basis = Literal["speed", "memory and traffic"]
@@ -45,8 +45,8 @@ class Candidate:
     recipe: Recipe
     held_bytes: float
     sent_bytes: float
-    idle: float | None = None  # share of the ranks' time, by the schedule alone
-    choice: Choice | None = None  # the prediction, if there can be one
+    idle: float | None = None  # bubble: share of the ranks' time, by the schedule alone
+    choice: Choice | None = None  # the prediction, if speeds are known
     verdict: MemoryFit | None = None  # whether it fits, if a GPU's memory is known
 
     def document(self, best: Candidate) -> dict[str, Any]:
@@ -85,7 +85,7 @@ class Chosen:
     basis: Basis
     reasons: tuple[str, ...]
     tried: int  # legal combinations
-    too_large: int  # of them, known to need more memory than there is
+    too_large: int  # of them, those that do not fit
     place: Hardware
 
     @property
@@ -103,7 +103,7 @@ class Chosen:
 
     @property
     def train(self) -> Mapping[str, Any]:
-        """Keys of [train] that were chosen with the layout, or kept because they were written."""
+        """Keys of [train] that were chosen with the layout or set by the job."""
         return self.best.recipe.train
 
     def document(self) -> dict[str, Any]:
@@ -129,12 +129,12 @@ def fingerprint(place: Hardware) -> dict[str, Any]:
         "nodes": place.nodes,
         "gpus_per_node": place.gpus_per_node,
         "gpu": None if place.gpu is None else place.gpu.name,
-        "network": None if place.network is None or not place.shape.crosses else place.network.name,
+        "network": None if place.network is None or not place.shape.several_domains else place.network.name,
     }
 
 
 def choose(job: Job, place: Hardware, *, calibration: Calibration | None = None) -> Chosen:
-    """The best layout of an open `job` at `place`. Microbatch and recomputation stay where the job wrote them.
+    """The best layout of an open `job` at `place`. Microbatch and recomputation stay as the job sets them.
 
     Raises InputError, located at `parallel`, if the rules allow no layout or none fits into the GPU's memory.
     """
@@ -150,13 +150,13 @@ def choose(job: Job, place: Hardware, *, calibration: Calibration | None = None)
 
 
 def _written(job: Job) -> list[str]:
-    """A reason that lists the keys of [train] that were not chosen because the job wrote them itself."""
+    """A reason that lists the keys of [train] that the job sets."""
     kept = [f"{k} = {getattr(job.train, k)}" for k in CHOSEN_TOO if fixed(job, k)]
     return [f"set in [train], so not chosen: {', '.join(kept)}"] if kept else []
 
 
 def _accumulates(job: Job, best: Recipe, room: float | None) -> list[str]:
-    """A reason for the way in which the chosen layout accumulates gradients, if that was open."""
+    """The reason for the chosen layout's gradient accumulation, if that was open."""
     if job.train.accumulate != "auto" or best.microbatches == 1:
         return []
     how, why = chosen(job.architecture, best, room)
@@ -164,7 +164,7 @@ def _accumulates(job: Job, best: Recipe, room: float | None) -> list[str]:
 
 
 def _free(job: Job) -> tuple[tuple[int, ...], tuple[Recompute, ...]]:
-    """(microbatches, ways to recompute) that may be chosen."""
+    """(microbatches, kinds of recomputation) that may be chosen."""
     train = job.train
     micro = (train.microbatch,) if job.wrote("train.microbatch") else MICROBATCHES
     if not job.wrote("train.activation_checkpointing"):
@@ -200,7 +200,7 @@ def _fastest(job: Job, place: Hardware, cluster: Cluster, calibration: Calibrati
     if len(ranked) > 1:
         second = ranked[1]
         more = second.prediction.step_s / p.step_s - 1
-        close = "; so small a difference cannot be determined" if abs(more) < ALIKE else ""
+        close = "; the difference is within the error" if abs(more) < TIE_MARGIN else ""
         reasons.append(
             f"next is {second.recipe.layout} with {more:+.1%}{close}; that one is limited by {second.limit}"
         )
@@ -218,18 +218,18 @@ def _fastest(job: Job, place: Hardware, cluster: Cluster, calibration: Calibrati
 def _safest(choices: Sequence[Choice], sure: Sequence[Choice]) -> tuple[list[Choice], str]:
     """The chosen layout, then the others by speed; and why it was chosen.
 
-    The fastest, unless it is tight and one of indistinguishable speed fits with margin. `sure` are those that do,
-    by speed; one is kept per pair of sizes.
+    The fastest, unless it is tight and an equally fast one fits with margin. `sure` are those that do, by speed; one per
+    pair of sizes.
     """
     fastest = choices[0]
     if not fastest.prediction.verdict.sure and sure:
         safe = sure[0]
         less = 1 - fastest.prediction.step_s / safe.prediction.step_s
-        if safe.prediction.step_s < (1 + ALIKE) * fastest.prediction.step_s:
+        if safe.prediction.step_s < (1 + TIE_MARGIN) * fastest.prediction.step_s:
             here, there = ({**c.recipe.parallel, **c.recipe.train} for c in (safe, fastest))
             changed = ", ".join(f"{key} {str(there[key]).lower()}" for key in here if here[key] != there[key])
             why = (
-                f"with {changed} a step would be {less:.1%} shorter, too little to tell, but it {fastest.prediction.verdict.why}; "
+                f"with {changed} a step would be {less:.1%} shorter, within the error, but it {fastest.prediction.verdict.why}; "
                 "this one fits with margin"
             )
             others = (c for c in choices if pair(c.recipe) != pair(safe.recipe))
@@ -238,7 +238,7 @@ def _safest(choices: Sequence[Choice], sure: Sequence[Choice]) -> tuple[list[Cho
 
 
 def _doubt(best: Choice, sure: Sequence[Choice]) -> str:
-    """Text about a tight choice: how often such predictions were exceeded, and what a layout that fits with margin costs."""
+    """Text about a tight choice: how often such predictions were exceeded, and the fastest layout that fits with margin."""
     p = best.prediction
     if p.verdict.sure:
         return ""
@@ -263,11 +263,11 @@ def _leanest(job: Job, place: Hardware, why: str) -> Chosen:
         assert room is not None
         raise _no_room(job, cluster, len(found), min(c.held_bytes for c in found))
     too_large = len(found) - len(fitting)
-    # Without speeds there is no reason to prefer a layout that may run out of memory.
+    # Without speeds there is no reason to choose a layout that may run out of memory.
     if roomy := [c for c in fitting if c.verdict is not None and c.verdict.sure]:
         fitting = roomy
     if straight := [c for c in fitting if c.recipe.layout.pipeline == 1]:
-        fitting = straight  # no schedule has less idle time than no pipeline
+        fitting = straight  # no pipeline, no bubble
     fitting.sort(key=lambda c: (_idle(c.recipe, layers), c.held_bytes * c.sent_bytes, c.held_bytes))
     kept: dict[tuple[int, int, int], Candidate] = {}
     for c in fitting:
@@ -276,8 +276,8 @@ def _leanest(job: Job, place: Hardware, why: str) -> Chosen:
     best = next(iter(kept.values()))
     reasons = [
         f"no speed is known: {why}",
-        f"of {len(found):,} layouts that the rules allow it leaves the least idle time ({best.idle:.0%} of the ranks' time), and of those "
-        f"it has the least product of bytes held and bytes sent: {units.memory(best.held_bytes)} on the rank that holds most, "
+        f"of {len(found):,} layouts that the rules allow it has the smallest pipeline bubble ({best.idle:.0%} of the ranks' time), and of those "
+        f"the least product of bytes held and bytes sent: {units.memory(best.held_bytes)} on the rank that holds most, "
         f"{units.memory(best.sent_bytes)} a step from the rank that sends most",
     ]
     if room is None:
@@ -290,7 +290,7 @@ def _leanest(job: Job, place: Hardware, why: str) -> Chosen:
 
 
 def _weighed(job: Job, cluster: Cluster, room: float | None) -> Iterator[Candidate]:
-    """Candidates without speeds: the job's microbatch, and recomputation only if nothing fits with margin without it."""
+    """Candidates without speeds: with the job's microbatch, and recomputation only if nothing else fits with margin."""
     _, recomputes = _free(job)
     for recompute in recomputes:
         any_fits = False
@@ -312,7 +312,7 @@ def _weighed(job: Job, cluster: Cluster, room: float | None) -> Iterator[Candida
 
 
 def _idle(recipe: Recipe, layers: int) -> float:
-    """Share of the ranks' time that the schedule leaves idle, counting layers only, backward as two forward passes."""
+    """Bubble of the schedule as a share of the ranks' time, counting layers only, backward as two forward passes."""
     at = recipe.layout
     return _idle_share(
         at.schedule, at.pipeline, at.stages_per_rank, recipe.microbatches, at.layer_counts(layers)
@@ -344,7 +344,7 @@ def _no_room(job: Job, cluster: Cluster, tried: int, least: float) -> Exception:
     written = [k for k in CHOSEN_TOO if fixed(job, k)]
     hint = "`seatrial plan JOB --fit` lists the smallest clusters that do"
     if written:
-        hint += f"; or leave {' and '.join(written)} out of [train]: then the planner chooses them too"
+        hint += f"; or leave {' and '.join(written)} out of [train], so that the planner chooses them too"
     return job.refusal(
         "parallel",
         f'parallel = "auto": none of {tried:,} layouts fits: the smallest needs {units.memory(least)} on a '

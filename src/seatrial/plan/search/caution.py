@@ -1,4 +1,4 @@
-"""Predictions without evidence although every input is known: layers shorter than any that was measured."""
+"""Warning about predictions outside the measured range: layers shorter than any measured one."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from seatrial.job.architecture import Architecture
 from seatrial.plan.cost.predict import Prediction
 from seatrial.plan.model.recipe import Recipe
 
-# Kernels of one layer and microbatch, forward and backward. Shorter ones may end before the next is launched, and that
-# time is not predicted: of the published cases below 6 ms most are slower than predicted, by up to 29 %.
+# Kernels of one layer and microbatch, forward and backward. Shorter ones may be launch-bound, which is not modelled: of
+# the published cases below 6 ms most are slower than predicted, by up to 29 %.
 SHORTEST_LAYER_S = 2.0e-3
 SHORTEST_SOURCE = "the shortest among published step times (bench/plan_accuracy.json: shortest_layer_ms)"
 

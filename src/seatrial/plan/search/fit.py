@@ -1,8 +1,8 @@
 """Memory requirements of a model, by kind and precision, and the smallest clusters that meet them.
 
-"A 70B needs 140 GB" counts its weights, in bf16, once. Training also holds gradients, weights in full precision and two
-moments of each (16 bytes a parameter however a stack splits them), and the working memory of a step: gathered weights,
-activations, logits. Only the first part is divided by more GPUs; the second depends on layout and microbatch.
+"A 70B needs 140 GB" counts bf16 weights once. Training also has gradients, fp32 weights and two moments of each (16 bytes
+a parameter however a stack splits them), and the temporary memory of a step: gathered weights, activations, logits. More
+GPUs shard only the states; temporary memory depends on layout and microbatch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from seatrial.job.layout import Layout
 from seatrial.job.numbers import divisors
 from seatrial.job.optimizers import ADAMW, optimizer_named
 from seatrial.job.schema import NVLINK_DOMAINS
-from seatrial.plan.cost.accumulate import ways
+from seatrial.plan.cost.accumulate import accumulate_options
 from seatrial.plan.cost.calibration import Calibration
 from seatrial.plan.cost.kernels import UnknownSpeedError
 from seatrial.plan.cost.memory import FRAGMENTATION, RUNTIME_BYTES, Memory, memory, rank_memory
@@ -38,25 +38,25 @@ WIDTHS = {"fp32": 4, "bf16": 2, "fp8": 1}
 
 @dataclass(frozen=True)
 class Line:
-    """One kind of memory. `per_parameter` and `once` (one copy of the whole model) are None where layout decides."""
+    """One kind of memory. `per_parameter` and `once` (one copy of the whole model) are None if the layout decides."""
 
     name: str
     per_parameter: float | None
     once: float | None
-    gpu: float | None  # on the GPU that needs most, at its peak; None without a layout
+    gpu: float | None  # peak of the GPU that needs most; None without a layout
     cluster: float | None  # on all GPUs, each at its own peak
     note: str
 
 
 @dataclass(frozen=True)
 class Account:
-    """Everything that training holds, bytes. `weights` are the parameters alone, by precision."""
+    """Memory of training by kind, bytes. `weights` are the parameters alone, by precision."""
 
     parameters: int
     weights: tuple[tuple[str, int], ...]
     lines: tuple[Line, ...]
     gpus: int | None
-    gpu_bytes: float | None  # with allocator overhead and runtime; what a GPU must have
+    gpu_bytes: float | None  # that a GPU must have, with allocator overhead and runtime
     cluster_bytes: float | None
 
     @property
@@ -80,7 +80,7 @@ class Account:
 def account(
     architecture: Architecture, recipe: Recipe | None = None, *, stack: str | Stack = "seatrial"
 ) -> Account:
-    """What a model needs, and with a `recipe` what each kind takes on a GPU and on all of them."""
+    """The memory of a model, and with a `recipe` each kind's on a GPU and on all of them."""
     n = architecture.parameters()
     behaviour = stack_for(recipe, stack) if recipe is not None else stack_for(Recipe(1, 1), stack)
     optimizer = ADAMW if recipe is None else optimizer_named(recipe.optimizer)
@@ -88,7 +88,7 @@ def account(
     most = max(ranks, key=lambda m: m.reserved) if ranks else None
     each = 0 if recipe is None else recipe.world // recipe.layout.pipeline
     weight, gradient, state = behaviour.state_bytes
-    # What a stack holds as optimizer state beyond the optimizer's own are weights in full precision.
+    # A stack's optimizer state beyond the optimizer's own are fp32 master weights.
     masters = state - optimizer.state_bytes
 
     def line(name: str, of: Callable[[Memory], float], note: str, width: int | None = None) -> Line:
@@ -108,7 +108,7 @@ def account(
         lines.append(line("moments", lambda m: m.optimizer * own / state, note, own))
     if most is not None:
         lines += [
-            line("gathered weights", lambda m: m.gathered, "whole layers, in the precision of GEMMs"),
+            line("gathered weights", lambda m: m.gathered, "unsharded layers, in the precision of GEMMs"),
             line("whole gradients", lambda m: m.unsharded_gradients, "before the reduce-scatter"),
             line("activations", lambda m: m.activations, "kept for the backward pass"),
             line("logits", lambda m: m.logits, "at the loss"),
@@ -137,7 +137,7 @@ def _ranks(model: Architecture, recipe: Recipe, stack: Stack) -> tuple[Memory, .
 
 
 def _weights_note(width: int, masters: int) -> str:
-    return "16-bit, for the products" if masters else f"{8 * width}-bit: the ones that the optimizer updates"
+    return "16-bit, for GEMMs" if masters else f"{8 * width}-bit, updated by the optimizer"
 
 
 def _gb(n_bytes: float) -> str:
@@ -156,15 +156,15 @@ def _gb(n_bytes: float) -> str:
 class Fit:
     """The fewest GPUs of one kind on which a legal layout fits; `recipe` is None if none fits at any size tried.
 
-    The layout is the fastest of those that shard most (see `smallest`) and fit with margin, or, if no speed is known, the
-    one that needs least memory; then `prediction` is None and `why_unknown` says why. If none fits with margin, it is the
-    one that needs least, `verdict` is tight, and `safe` has the fewest GPUs on which one fits with margin.
+    The layout is the fastest of those tried (see `smallest`) that fit with margin, or, if speeds are unknown, the one with
+    the least memory; then `prediction` is None and `why_unknown` says why. If none fits with margin, it is the one with
+    the least memory, `verdict` is tight, and `safe` has the fewest GPUs on which one fits with margin.
     """
 
     cluster: Cluster
     recipe: Recipe | None
-    needs: float  # bytes a GPU; of the leanest layout tried if none fits (inf: none is legal)
-    room: float  # bytes that a GPU has
+    needs: float  # bytes a GPU; of the smallest layout tried if none fits (inf: none is legal)
+    room: float  # bytes available on a GPU
     prediction: Prediction | None
     why_unknown: str | None
     safe: Fit | None = None  # also None if none of the sizes tried is large enough
@@ -194,11 +194,11 @@ def smallest(
 ) -> tuple[Fit, ...]:
     """For every GPU of the catalogue, the fewest GPUs that can train this job: parts of one node, then whole nodes.
 
-    Nodes are those that the GPU is sold in, else of `gpus_per_node`; of those that NVLink joins to a rack only whole ones.
+    Nodes are those that the GPU is sold in, else of `gpus_per_node`; of nodes in an NVLink rack only whole ones.
 
-    The search varies tensor, pipeline, microbatch, resharding and recomputation, with all of data parallel as one shard
-    group and plain 1F1B: other schedules and replicas need more memory, so if these do not fit, nothing does. Sorted by
-    GPUs, those that fit nowhere last. `network_of` gives the network for a GPU; None leaves speeds unknown.
+    The search varies tensor, pipeline, microbatch, resharding and recomputation, with one shard group and plain 1F1B:
+    other schedules and replicas need more memory, so if these do not fit, nothing does. Sorted by GPUs, those without a
+    fit last. `network_of` gives the network for a GPU; None leaves speeds unknown.
     """
     kinds: dict[tuple[int, int | None], list[Gpu]] = {}
     for gpu in gpus():
@@ -223,7 +223,7 @@ def _smallest(
     calibration: Calibration | None,
     stack: str | Stack,
 ) -> Iterator[Fit]:
-    """`smallest` for GPUs that are sold in nodes like those of `largest`, up to its size."""
+    """`smallest` for GPUs in nodes like those of `largest`, up to its size."""
     model = job.architecture
     waiting = list(alike)
     tight: dict[str, Fit] = {}  # fits, but not with margin, by GPU
@@ -232,7 +232,7 @@ def _smallest(
     for at in _sizes(largest):
         if not waiting:
             break
-        # States alone, in equal parts: no layout needs less, so sizes that cannot fit are skipped.
+        # The states alone, evenly sharded, are a lower bound: sizes that cannot fit are skipped.
         room = max(capacity(replace(at, gpu=gpu)) for gpu in waiting)
         if _floor(model, at.gpus, stack_for(Recipe.of(job), stack)) > room:
             continue
@@ -260,14 +260,14 @@ def _smallest(
         at = replace(largest, gpu=gpu)
         floor = _floor(model, at.gpus, stack_for(Recipe.of(job), stack))
         enough = floor <= capacity(at)
-        why = f"fits in none of up to {largest.nodes} nodes"
+        why = f"does not fit on up to {largest.nodes} nodes"
         if enough and not legal:
-            why = f"no layout of these is legal on up to {largest.nodes} nodes"
+            why = f"no layout is legal on up to {largest.nodes} nodes"
         yield Fit(at, None, least if enough else floor, capacity(at), None, why)
 
 
 def _sizes(largest: Cluster) -> Iterator[Cluster]:
-    """Parts of a node, a node, then more of them."""
+    """Parts of a node, a node, then more nodes."""
     if largest.domain is None:
         for each in divisors(largest.gpus_per_node)[:-1]:
             yield replace(largest, nodes=1, gpus_per_node=each)
@@ -276,7 +276,7 @@ def _sizes(largest: Cluster) -> Iterator[Cluster]:
 
 
 def _floor(model: Architecture, ranks: int, stack: Stack) -> float:
-    """Least bytes that the average GPU needs: its part of the states, at the end of a step."""
+    """Lower bound of the bytes on the average GPU: its shard of the states."""
     per_parameter = sum(stack.state_bytes)
     return per_parameter * model.parameters() / ranks * (1 + FRAGMENTATION) + RUNTIME_BYTES
 
@@ -289,13 +289,15 @@ def _lean(job: Job, cluster: Cluster, stack: str | Stack = "seatrial") -> Iterat
         for pipeline in divisors(cluster.gpus // tensor, most=job.architecture.num_hidden_layers):
             layout = Layout(pipeline=pipeline, shard=cluster.gpus // tensor // pipeline, tensor=tensor)
             for micro in MICROBATCHES:
-                # Under a pipeline the weights stay gathered either way; to reshard would only gather them again.
+                # Under a pipeline weights stay gathered either way; resharding would only gather them again.
                 recipe = replace(base, layout=layout, microbatch=micro, reshard=pipeline == 1)
-                # A job's async_tensor has no effect where tensor is 1, which is no reason to need more GPUs.
+                # async_tensor has no effect if tensor is 1: it must not exclude such layouts.
                 if refusal(job, cluster, replace(recipe, async_tensor=False)) is not None:
                     continue
                 for reshard, recompute in product((True, False) if pipeline == 1 else (False,), RECOMPUTES):
-                    yield from ways(job, replace(recipe, reshard=reshard, recompute=recompute), stack)
+                    yield from accumulate_options(
+                        job, replace(recipe, reshard=reshard, recompute=recompute), stack
+                    )
 
 
 def _fastest(
@@ -310,8 +312,8 @@ def _fastest(
     if not fitting:  # then memory alone decides
         fitting = [min(tried, key=lambda pair: pair[1])]
     best: tuple[Recipe, float, Prediction] | None = None
-    # Without a network, layouts that do not need one are not predicted either: others might be faster.
-    alone = cluster.network is None and cluster.crosses
+    # Without a network, layouts that do not use one are not predicted either: others might be faster.
+    alone = cluster.network is None and cluster.several_domains
     why = "the network between the nodes is unknown"
     for recipe, needs in () if alone else fitting:
         try:

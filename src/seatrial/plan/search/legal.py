@@ -1,6 +1,6 @@
-"""Check a layout on a cluster against the job file's rules: what our trainer would refuse is never planned.
+"""Check a layout on a cluster against the job file's rules, so that only layouts which our trainer accepts are planned.
 
-Context parallel, which it does not have, is left to the caller: the search proposes it only for stacks that have it.
+Context parallel, which it does not have, is left to the caller: the search tries it only for stacks that have it.
 """
 
 from __future__ import annotations

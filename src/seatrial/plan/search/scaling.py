@@ -1,8 +1,8 @@
-"""Scaling of a layout from a few nodes to many: tensor and pipeline sizes stay, data parallel grows.
+"""Scaling of a layout from a few nodes to many: tensor and pipeline sizes are constant, data parallel grows.
 
-Weak: every replica keeps its microbatches, so the global batch grows with the GPUs. Strong: the global batch stays the
-job's, so every replica has fewer. In both, efficiency is tokens/s/GPU over that of the first point; in strong scaling
-that is the speedup over the ideal one.
+Weak: every replica keeps its microbatches, so the global batch grows with the GPUs. Strong: the global batch is constant,
+so every replica has fewer. In both, efficiency is tokens/s/GPU over that of the first point; in strong scaling that is the
+speedup over the ideal one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from seatrial.plan.search.search import Found, search
 Mode = Literal["weak", "strong"]
 MODES: tuple[Mode, Mode] = ("weak", "strong")
 
-# Communication "starts to show" where its share of the step has grown by this much since the first point.
+# Communication counts as significant once its share of the step has grown by this much since the first point.
 SHOWS = 0.05
 
 
@@ -35,7 +35,7 @@ SHOWS = 0.05
 class Point:
     """The layout at one size. If it is impossible or unknown, `why_not` says why and the figures are None.
 
-    A layout that does not fit has a recipe, a prediction (its memory says by how much) and a `why_not`, but no figures.
+    A layout that does not fit has a recipe, a prediction (with its memory) and a `why_not`, but no figures.
     """
 
     nodes: int
@@ -49,7 +49,7 @@ class Point:
     doubling: float | None  # over that of the point of half the size
     speedup: float | None  # tokens/s over the first point's
     exposed: float | None  # share of the step that is exposed communication
-    costs: str | None  # what grew most since the first point, in words
+    costs: str | None  # the part that grew most since the first point, as text
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ class Scaling:
 
     mode: Mode
     points: tuple[Point, ...]
-    grows: str  # which dimension of the layout takes the added GPUs, in words
+    grows: str  # which dimension of the layout grows, as text
     assumes: tuple[str, ...]
-    best: bool = False  # the best layout at each size instead of one layout grown
+    best: bool = False  # the best layout at each size instead of the same one
 
     @property
     def name(self) -> str:
@@ -74,20 +74,20 @@ class Scaling:
 
     @property
     def shows_at(self) -> Point | None:
-        """The first point whose exposed communication is more than `SHOWS` of the step above the first point's."""
+        """The first point whose share of exposed communication exceeds the first point's by more than `SHOWS`."""
         known = self.known
         return next((p for p in known[1:] if _of(p.exposed) - _of(known[0].exposed) > SHOWS), None)
 
     @property
     def worst(self) -> Point | None:
-        """The point with the least efficiency over that of half its size; None without two such sizes."""
+        """The point that loses most efficiency over half its size; None without two such sizes."""
         return min(
             (p for p in self.known if p.doubling is not None), key=lambda p: _of(p.doubling), default=None
         )
 
     @property
     def unknown(self) -> str:
-        """Why there are not two sizes to compare, in words; empty where there are."""
+        """Why there are not two sizes to compare; empty if there are."""
         if len(self.known) > 1:
             return ""
         entries = [f"{p.gpus:,} GPUs: {p.why_not}" for p in self.points if p.why_not is not None]
@@ -116,7 +116,7 @@ def scaling(
         if wanted is not None and (refused := refusal(job, at, wanted)) is not None:
             why_not = refused.message
         found = None
-        if wanted is not None and why_not is None and at.crosses and cluster.network is None:
+        if wanted is not None and why_not is None and at.several_domains and cluster.network is None:
             why_not = "the network between the nodes is unknown"
         if wanted is not None and why_not is None:
             try:
@@ -139,15 +139,15 @@ def best_scaling(
     calibration: Calibration | None = None,
     stack: str | Stack = "seatrial",
 ) -> Scaling:
-    """The best layout at each number of `nodes`, with the job's global batch: the cluster's scaling, not a layout's.
+    """The best layout at each number of `nodes`, with the job's global batch.
 
-    `known`: earlier results by number of nodes. The others are searched, which takes seconds for large ones.
+    `known`: earlier results by number of nodes. Others are searched, which takes seconds for large ones.
     ValueError for a number of nodes below 1.
     """
     points: list[Point] = []
     for at in _sizes(cluster, nodes):
         found, why_not = (known or {}).get(at.nodes), None
-        if at.crosses and cluster.network is None:
+        if at.several_domains and cluster.network is None:
             found, why_not = None, "the network between the nodes is unknown"
         elif found is None:
             try:
@@ -173,11 +173,10 @@ def _sizes(cluster: Cluster, nodes: Sequence[int]) -> list[Cluster]:
 
 
 def resized(recipe: Recipe, gpus: int, *, mode: Mode) -> tuple[Recipe | None, str | None]:
-    """`recipe` with data parallel grown or shrunk to fill `gpus`, or why that is impossible.
+    """`recipe` with data parallel resized to fill `gpus`, or why that is impossible.
 
-    As the trainer does where `shard` is not given, the shard group takes all of data parallel. A recipe with replicas
-    keeps the size of its shard group and changes their number; if that does not divide, it takes the largest smaller
-    shard group that does.
+    As in the trainer without `shard`, the shard group spans all of data parallel. A recipe with replicas keeps its shard
+    group and changes their number; if that does not divide, it uses the largest smaller shard group that does.
     """
     layout = recipe.layout
     each = layout.tensor * layout.pipeline * recipe.context
@@ -203,7 +202,7 @@ def resized(recipe: Recipe, gpus: int, *, mode: Mode) -> tuple[Recipe | None, st
 
 
 def exposed(prediction: Prediction) -> float:
-    """Share of the step in which GPUs wait for communication: tensor, context, pipeline and data parallel."""
+    """Share of exposed communication in the step: tensor, context, pipeline and data parallel."""
     p = prediction.parts
     return (p.tensor + p.context + p.pipeline + p.data) / p.total
 
@@ -253,7 +252,7 @@ def _grows(recipe: Recipe, mode: Mode) -> str:
     stays = f"{_model_parallel(recipe)} stays"
     if recipe.layout.replicate > 1:
         return f"{stays}; replicas of a shard group of {recipe.layout.shard} are added, {batch}"
-    return f"{stays}; the shard group takes all of data parallel, {batch}"
+    return f"{stays}; the shard group spans all of data parallel, {batch}"
 
 
 def _model_parallel(recipe: Recipe) -> str:
@@ -265,11 +264,11 @@ def _assumes(cluster: Cluster, mode: Mode) -> tuple[str, ...]:
     entries: tuple[str, ...] = ()
     if cluster.network is not None:
         entries += (
-            f"every node has the same rate at every size and no other traffic: {cluster.network.name}",
+            f"every node has its full rate at every size, without other traffic: {cluster.network.name}",
         )
     entries += (f"stragglers cost {SLOWER_BY_DOUBLING:.1%} with every doubling, not more",)
     if mode == "weak":
-        entries += ("a larger global batch may need other learning rates: tokens/s is not progress",)
+        entries += ("a larger global batch may need another learning rate: tokens/s is not convergence",)
     return entries
 
 

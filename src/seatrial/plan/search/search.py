@@ -1,8 +1,8 @@
-"""Search all legal layouts of a job on a cluster: the best, runners-up, their limits, and the cost of the user's own.
+"""Search all legal layouts of a job on a cluster: the best, runners-up, their limits, and the job's own for comparison.
 
-Legal is what the rules of the job file allow (`job.rules_layout`), so nothing is proposed that our trainer refuses. The
-search varies tensor, pipeline, stages per rank, schedule, replicate, shard, microbatch, recomputation, resharding,
-asynchronous tensor parallel and, if the job leaves it open, how gradients accumulate; model, global batch, sequence, precision and compilation are the job's.
+Legal is what the rules of the job file allow (`job.rules_layout`). The search varies tensor, pipeline, stages per rank,
+schedule, replicate, shard, microbatch, recomputation, resharding, asynchronous tensor parallel and, if the job leaves it
+open, gradient accumulation; model, global batch, sequence, precision and compilation are the job's.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from seatrial.job.job import Job
 from seatrial.job.layout import Layout
 from seatrial.job.numbers import divisors
 from seatrial.job.schedules import SCHEDULES
-from seatrial.plan.cost.accumulate import adapted, ways
+from seatrial.plan.cost.accumulate import accumulate_options, adapted
 from seatrial.plan.cost.calibration import ROWS, Calibration
 from seatrial.plan.cost.memory import memory
-from seatrial.plan.cost.overlap import able, copied, cut, overlaps
+from seatrial.plan.cost.overlap import can_overlap, overlaps, part_count, reorder_bytes
 from seatrial.plan.cost.predict import Prediction, capacity, predict, stack_for
 from seatrial.plan.cost.stacks import Stack
 from seatrial.plan.model.cluster import Cluster
@@ -32,16 +32,16 @@ MICROBATCHES = (1, 2, 4, 8, 16, 32)
 RECOMPUTES: tuple[Recompute, ...] = ("none", "full")
 STAGES_PER_RANK = (2, 4)
 CONTEXTS = (2, 4, 8, 16)
-# The same configuration differs by as much between releases: closer layouts count as equal.
-ALIKE = ROWS
-# A layout that needs more than this many times the memory of a GPU is for another cluster.
+# The same configuration differs by this much between releases: closer layouts count as equally fast.
+TIE_MARGIN = ROWS
+# A layout that needs more than this many times the memory of a GPU is not considered further.
 MOST_OVER = 2.0
 LEAST_TOKENS = 8192  # of a sequence on one rank: shorter ones need no context parallel
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One layout, what it is predicted to do, and what limits it."""
+    """One layout, its prediction, and its largest loss."""
 
     recipe: Recipe
     prediction: Prediction
@@ -54,14 +54,12 @@ class Found:
 
     choices: tuple[Choice, ...]
     own: Choice | None  # the job's layout, if it has as many ranks as the cluster has GPUs
-    tried: int  # legal layouts, each counted once in whatever way it overlaps and accumulates
-    too_large: int  # of them, those that need more memory than there is
-    refused: dict[str, int]  # combinations that a rule refuses, by the key it points at
-    least_bytes: float  # what the smallest of all needs on a GPU
-    sure: tuple[Choice, ...] = ()  # as `choices`, of only the layouts that fit with margin
-    outsized: tuple[
-        Recipe, ...
-    ] = ()  # they need more memory than there is, at most `MOST_OVER` times as much
+    tried: int  # legal layouts, each counted once for all values of `async_tensor` and `accumulate`
+    too_large: int  # of them, those that do not fit
+    refused: dict[str, int]  # combinations that a rule refuses, by its key
+    least_bytes: float  # least memory on a GPU of all layouts
+    sure: tuple[Choice, ...] = ()  # as `choices`, of layouts that fit with margin
+    outsized: tuple[Recipe, ...] = ()  # do not fit, but need at most `MOST_OVER` times the available memory
 
     @property
     def own_costs(self) -> float | None:
@@ -90,7 +88,7 @@ def search(
     tried = too_large = 0
     least = float("inf")
     room = capacity(cluster)
-    # Per pair of sizes: layouts that asynchronous tensor parallel could speed up, with the lower bound of their step.
+    # By pair of sizes: layouts that asynchronous tensor parallel could speed up, with a lower bound of their step time.
     waiting: defaultdict[tuple[int, int], list[tuple[float, Recipe]]] = defaultdict(list)
 
     def take(recipe: Recipe, found: Prediction) -> None:
@@ -102,7 +100,7 @@ def search(
     for layout in legal(job, cluster, refused, microbatches, recomputes, stack):
         tried += 1
         fits = False
-        for recipe in ways(job, layout, stack):
+        for recipe in accumulate_options(job, layout, stack):
             needs = memory(model, recipe, stack_for(recipe, stack)).reserved
             least = min(least, needs)
             if needs > room:
@@ -112,17 +110,17 @@ def search(
             fits = True
             found = predict(model, recipe, cluster, calibration=calibration, stack=stack)
             take(recipe, found)
-            if able(recipe, behaviour := stack_for(recipe, stack)):
-                least_s = least_step(model, recipe, behaviour, found)
+            if can_overlap(recipe, behaviour := stack_for(recipe, stack)):
+                least_s = step_lower_bound(model, recipe, behaviour, found)
                 waiting[pair(recipe)].append((least_s, recipe))
             if found.verdict.sure:
-                break  # the next way only saves memory
+                break  # the other value only saves memory
         too_large += not fits
     for key, plain in waiting.items():
         for least_s, recipe in sorted(plain, key=lambda pair: pair[0]):
-            # It needs no less memory: if no layout fits with margin without it, none does with it.
+            # It does not save memory: if no layout fits with margin without it, none does with it.
             if least_s >= max(kept[key].prediction.step_s for kept in (choices, sure) if key in kept):
-                break  # no later one can be faster either
+                break  # nor can a later one be faster
             recipe = replace(recipe, async_tensor=True)
             if refusal(job, cluster, recipe) is not None:
                 continue
@@ -134,7 +132,7 @@ def search(
         recipe = own_recipe(job, room, stack)
         found = predict(model, recipe, cluster, calibration=calibration, stack=stack)
         mine = Choice(recipe, found, limit(found, room))
-        # It may have a microbatch or a number of stages that is not among those searched.
+        # Its microbatch or number of stages may not be among those searched.
         if found.fits:
             take(recipe, found)
     return Found(
@@ -143,7 +141,7 @@ def search(
 
 
 def pair(recipe: Recipe) -> tuple[int, int]:
-    """Tensor and pipeline size: of each pair the best layout is shown."""
+    """Tensor and pipeline size: the best layout of each pair is shown."""
     return recipe.layout.tensor, recipe.layout.pipeline
 
 
@@ -152,21 +150,21 @@ def _ranked(choices: dict[tuple[int, int], Choice]) -> tuple[Choice, ...]:
 
 
 def own_recipe(job: Job, room: float | None, stack: str | Stack = "seatrial") -> Recipe:
-    """The job's own layout on a stack, `room` bytes a GPU; without what the stack cannot do, whatever the job says."""
+    """The job's own layout on a stack, with `room` bytes a GPU and without settings that the stack does not have."""
     recipe = adapted(job, Recipe.of(job), room, stack)
     return replace(recipe, async_tensor=overlaps(recipe, stack_for(recipe, stack)))
 
 
-def least_step(model: Architecture, recipe: Recipe, stack: Stack, found: Prediction) -> float:
+def step_lower_bound(model: Architecture, recipe: Recipe, stack: Stack, found: Prediction) -> float:
     """Lower bound of the step time with asynchronous tensor parallel; `found` is the prediction without it.
 
-    It reduces tensor-parallel communication and copies, and the bubble, which is made of the same passes. At six of a
-    layer's eight collectives, forward and backward, at least one part stays exposed, and what is hidden slows the
-    computation that hides it.
+    It reduces tensor-parallel communication, copies, and the bubble, which consists of the same passes. At six of a
+    layer's eight collectives, forward and backward, at least one part stays exposed, and overlapped communication slows
+    the computation.
     """
     p = found.parts
-    hidden = (1 - stack.contention) * (1 - 6 / 8 / cut(recipe))
-    copies = copied(model, recipe, stack)
+    hidden = (1 - stack.contention) * (1 - 6 / 8 / part_count(recipe))
+    copies = reorder_bytes(model, recipe, stack)
     moved = stack.hidden_forward * model.hidden_size + stack.ffn_forward * model.intermediate_size
     share = copies / (copies + moved * recipe.tokens / recipe.layout.tensor)
     again = 2 if recipe.recompute == "full" else 1
@@ -174,7 +172,7 @@ def least_step(model: Architecture, recipe: Recipe, stack: Stack, found: Predict
 
 
 def limit(found: Prediction, room: float) -> str:
-    """The largest loss that keeps a layout from the peak, in words."""
+    """The largest loss of a layout, as text."""
     if found.memory.reserved > room:
         return "memory: it does not fit"
     worst = max(found.waterfall[1:], key=lambda s: s.share)
@@ -205,7 +203,7 @@ def legal(
 
 
 def contexts(recipe: Recipe, stack: str | Stack, ranks: int) -> list[int]:
-    """Context-parallel sizes to try for `ranks` that would else all be data parallel."""
+    """Context-parallel sizes to try for `ranks` that are otherwise data parallel."""
     if not stack_for(recipe, stack).context_parallel:
         return [1]
     most = recipe.sequence // LEAST_TOKENS
@@ -213,15 +211,15 @@ def contexts(recipe: Recipe, stack: str | Stack, ranks: int) -> list[int]:
 
 
 def tensors(job: Job, cluster: Cluster) -> list[int]:
-    """Tensor sizes to try: those that divide a node, and of larger ones within a domain those that the model allows."""
+    """Tensor sizes to try: divisors of a node, and larger ones within a domain that divide the model's heads."""
     a, each = job.architecture, cluster.gpus_per_node
-    whole = [t for t in divisors(cluster.gpus, most=cluster.joined) if t > each and t % each == 0]
+    whole = [t for t in divisors(cluster.gpus, most=cluster.domain_gpus) if t > each and t % each == 0]
     heads = math.gcd(a.num_attention_heads, a.num_key_value_heads)
     return divisors(each) + [t for t in whole if heads % t == 0]
 
 
 def schedules(pipeline: int) -> Iterator[tuple[str, int]]:
-    """(schedule, stages a rank): those that can be the best. gpipe keeps more activations than 1f1b and gains nothing."""
+    """(schedule, stages a rank) that can be the best. gpipe needs more memory than 1f1b and is not faster."""
     yield "1f1b", 1
     if pipeline > 1:
         for schedule in SCHEDULES.own.values():

@@ -1,4 +1,4 @@
-"""Settle an open job for a run: a resume takes the choice in the run's plan.json, a changed cluster is planned anew."""
+"""Resolve `parallel = "auto"` for a run: a resume reuses the choice in plan.json, a changed cluster is planned again."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from seatrial.job.job import Job
 from seatrial.job.schema import ParallelSection
 from seatrial.job.settled import CHOSEN_TOO, fixed, settled
 from seatrial.plan.cost.calibration import shipped
-from seatrial.plan.model.place import Hardware, place_of
+from seatrial.plan.model.place import Hardware, hardware_of
 from seatrial.plan.report.measured import measured_rates
 from seatrial.plan.search.auto import choose, fingerprint
 from seatrial.record.folder import RunFolder
 
-# What was meant in records that lack the key.
+# Values of keys that older records lack.
 _OLDER = {"accumulate": "whole"}
 
 
 def settle(job: Job, folder: RunFolder, *, fresh: bool = False) -> Job:
     """`job` with a layout: its own, or with `parallel = "auto"` the one chosen for its run `folder`.
 
-    `Job.chosen` records how it was chosen; `why_now` in it, why no earlier start's choice was reused. Raises InputError
+    `Job.chosen` records the choice and its reasons; `why_now` in it, why no earlier choice was reused. Raises InputError
     if no layout is possible.
     """
     if not job.is_open:
@@ -38,16 +38,16 @@ def settle(job: Job, folder: RunFolder, *, fresh: bool = False) -> Job:
     recorded = None if fresh else _recorded(folder)
     why = "the first choice of this run"
     if recorded is not None:
-        taken, why = _taken(job, place, recorded)
-        if taken is not None:
-            return taken
+        reused, why = _reused(job, place, recorded)
+        if reused is not None:
+            return reused
     chosen = choose(job, place, calibration=measured.calibration(shipped()))
     return settled(job, chosen.parallel, chosen.train, {**chosen.document(), "why_now": why})
 
 
 def place_here(job: Job) -> Hardware:
-    """The hardware the job will run on: a virtual cluster uses this machine's devices, whatever GPU the job names."""
-    place = place_of(job)
+    """The hardware that the job will run on: a virtual cluster uses this machine's devices, not the GPU in the job."""
+    place = hardware_of(job)
     if job.cluster.launcher != "local":
         return place
     device, reason = choose_device(job.cluster)
@@ -63,7 +63,7 @@ def place_here(job: Job) -> Hardware:
 
 
 def _recorded(folder: RunFolder) -> dict[str, Any] | None:
-    """The choice of an earlier start; None if there is none, and empty, which `_taken` refuses, if it is unreadable."""
+    """The choice of an earlier start; None if there is none, and empty, which `_reused` refuses, if it is unreadable."""
     try:
         plan = read_json(folder.plan_json)
     except FileNotFoundError:
@@ -76,7 +76,7 @@ def _recorded(folder: RunFolder) -> dict[str, Any] | None:
     return found if found is None or isinstance(found, dict) else {}
 
 
-def _taken(job: Job, place: Hardware, recorded: Mapping[str, Any]) -> tuple[Job | None, str]:
+def _reused(job: Job, place: Hardware, recorded: Mapping[str, Any]) -> tuple[Job | None, str]:
     """The job with the recorded choice, or why it is not reused."""
     now, before = fingerprint(place), recorded.get("cluster")
     if not isinstance(before, dict):

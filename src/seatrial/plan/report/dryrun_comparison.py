@@ -13,19 +13,19 @@ from seatrial.job.schema import ParallelSection
 from seatrial.job.settled import settled
 from seatrial.plan.cost.collectives import Fabric
 from seatrial.plan.cost.dryrun import Device, RankStep, dry_run
-from seatrial.plan.cost.memory import rank_memory, unlike_ranks
+from seatrial.plan.cost.memory import rank_memory, representative_ranks
 from seatrial.plan.cost.predict import stack_for
 from seatrial.plan.cost.step import rank_traffic
 from seatrial.plan.model.cluster import Cluster
 from seatrial.plan.model.recipe import Recipe
 
-# A larger relative difference is a fault of one of the two.
-TOLD = 0.05
+# A larger relative difference is an error of one of the two.
+TOLERANCE = 0.05
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One figure of a rank: in closed form, and counted."""
+    """One figure of a rank: predicted in closed form, and counted by the dry run."""
 
     what: str
     unit: Literal["bytes", "bytes sent", "FLOP"]
@@ -41,7 +41,7 @@ class Pair:
 
     @property
     def agrees(self) -> bool:
-        return abs(self.off) <= TOLD
+        return abs(self.off) <= TOLERANCE
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Rank:
 
 
 @dataclass(frozen=True)
-class Beside:
-    """One layout. `exact`: everything was traced; otherwise extrapolated in integers from few layers, microbatches."""
+class DryRunComparison:
+    """The comparison for one layout. `exact`: fully traced, otherwise extrapolated from few layers and microbatches."""
 
     recipe: Recipe
     ranks: tuple[Rank, ...]
@@ -66,28 +66,28 @@ class Beside:
     notes: tuple[str, ...]
 
     @property
-    def apart(self) -> tuple[tuple[int, Pair], ...]:
-        """(rank, pair) of everything that differs by more than `TOLD`."""
+    def differing(self) -> tuple[tuple[int, Pair], ...]:
+        """(rank, pair) of everything that differs by more than `TOLERANCE`."""
         return tuple((r.rank, p) for r in self.ranks for p in r.pairs if not p.agrees)
 
 
 def job_with(job: Job, recipe: Recipe) -> Job:
-    """`job` with the layout and settings of a recipe, as if written in its file. InputError if a rule refuses them."""
+    """`job` with the layout and settings of a recipe. InputError if a rule refuses them."""
     return settled(job, ParallelSection(**recipe.parallel), recipe.train)
 
 
-def beside(
+def compare_with_dry_run(
     job: Job,
     recipe: Recipe,
     shape: Cluster,
     *,
     device: Device = "cuda",
     processes: int | None = None,
-) -> Beside:
-    """Compare `recipe` of `job` on the pipeline ranks that differ (`unlike_ranks`). Raises what `dry_run` raises."""
+) -> DryRunComparison:
+    """Compare `recipe` of `job` on representative pipeline ranks (`representative_ranks`). Raises what `dry_run` raises."""
     wanted = job_with(job, recipe)
     at = wanted.layout
-    numbers = [at.rank(Coordinates(p, 0, 0, 0)) for p in unlike_ranks(recipe.layout)]
+    numbers = [at.rank(Coordinates(p, 0, 0, 0)) for p in representative_ranks(recipe.layout)]
     ran = dry_run(wanted, device=device, ranks=numbers, processes=processes or os.cpu_count())
     entries = tuple(
         Rank(step.rank, step.at.pipeline, _pairs(job.architecture, recipe, shape, step), step.peak_label)
@@ -95,9 +95,11 @@ def beside(
     )
     notes = ran.notes
     if device == "cpu":
-        notes += ("the closed form is for a GPU: CPU kernels save other tensors",)
+        notes += ("the closed form is for GPUs: CPU kernels save other tensors",)
     exact = all(len(step.traced) == 1 for step in ran.ranks)
-    return Beside(recipe, entries, exact, sum(s.seconds for s in ran.ranks), ran.process_bytes, notes)
+    return DryRunComparison(
+        recipe, entries, exact, sum(s.seconds for s in ran.ranks), ran.process_bytes, notes
+    )
 
 
 def _pairs(model: Architecture, recipe: Recipe, shape: Cluster, step: RankStep) -> tuple[Pair, ...]:
@@ -121,7 +123,7 @@ def _pairs(model: Architecture, recipe: Recipe, shape: Cluster, step: RankStep) 
 def _products(model: Architecture, recipe: Recipe, rank: int) -> float:
     """FLOPs of a rank's matrix products in a step: forward, twice that backward, and recomputation.
 
-    Recomputation stops before the layer's last product (torch.utils.checkpoint), whose output is not needed.
+    Recomputation stops before the layer's last GEMM (torch.utils.checkpoint), whose output is not needed.
     """
     tokens = recipe.tokens * recipe.microbatches / recipe.layout.tensor
     layers = sum(recipe.layout.rank_layers(rank, model.num_hidden_layers))
