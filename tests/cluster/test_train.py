@@ -287,9 +287,7 @@ class TestKilled:
         assert "steps 1-3 (24 samples)" in seatrial(one_node, "watch", "small", "--once").stdout
         assert "steps 1-3 (24 samples)" in seatrial(one_node, "verify", "small", "--ledger").stdout
 
-    def test_a_second_start_is_refused_and_an_interrupt_is_not_a_failure(
-        self, one_node: Path, start: Start
-    ) -> None:
+    def test_a_second_start_and_then_an_interrupt(self, one_node: Path, start: Start) -> None:
         run = start("--set", "train.steps=100000")
         run.wait_line("step      2/")
         done = seatrial(one_node, "train", "job.toml", "--set", "train.steps=100000")
@@ -402,7 +400,7 @@ class TestResume:
             assert loss == pytest.approx(theirs[step][0], abs=1e-4)
             assert norm == pytest.approx(theirs[step][1], rel=1e-3)
 
-    def test_a_half_written_and_a_damaged_checkpoint_and_a_torn_metrics_file(
+    def test_a_torn_metrics_file_and_two_unusable_checkpoints(
         self, whole: tuple[Path, int, str, str], killed: Path, start: Start
     ) -> None:
         """The half-written checkpoint is removed, the damaged one quarantined, the one before used.

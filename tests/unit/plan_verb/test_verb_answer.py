@@ -167,7 +167,7 @@ def test_unknown_stays_unknown() -> None:
 
 def test_the_cost_of_deterministic_kernels_is_said_to_be_unknown() -> None:
     of = job("llama3-8b-h100", "train.deterministic=true")
-    told = answer(of, place_of(of), Wishes(look_further=False))
+    told = answer(of, hardware_of(of), PlanOptions(look_further=False))
     assert [text for text in told.provenance if text.startswith("train.deterministic: its cost is in the")]
     assert told.own.prediction is not None
     assert not any("deterministic" in text for text in small().provenance)
