@@ -1,4 +1,4 @@
-"""Random weights: the same model whatever the layout, and the distribution that was asked for."""
+"""Random weights: the same model in every layout, and the requested distribution."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss in parts against torch's of whole logits: value, gradients, and the memory it takes."""
+"""The chunked loss against torch's of whole logits: value, gradients, memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How rows are cut into parts, and put in order again."""
+"""How rows are split into parts, and reordered."""
 
 from __future__ import annotations
 

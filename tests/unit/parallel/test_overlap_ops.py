@@ -1,4 +1,4 @@
-"""The operators of compiled layers: what the compiler is told of them is what they do."""
+"""The custom operators of compiled layers: schema and fake implementation match the real one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The clock of a step's stages on a simulated wall clock and a simulated device, and what it counts of collectives."""
+"""The stage clock on a simulated wall clock and a simulated device, and its exposed communication."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `accumulate = "auto"` becomes: by the memory of a GPU, and of a run that has begun by what it began with."""
+"""`accumulate = "auto"`: resolved by the memory of a GPU, and in a resume as at the first start."""
 
 from __future__ import annotations
 

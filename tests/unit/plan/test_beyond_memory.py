@@ -1,4 +1,4 @@
-"""The fastest layout that only memory refuses: the one that predicting all of them finds, and changes that do make it fit."""
+"""The fastest layout that fails only for memory, against an exhaustive search, and changes that make it fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calibration from rows: what a stack's numbers are is found again, and what is odd about a row is left to the row."""
+"""Calibration from rows: known factors are recovered, outliers have little effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives: against a published measurement, between levels, and what must always hold."""
+"""Collective times: against published measurements, across domains, and monotony."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What leaves an NVLink domain: counted link by link for ten layouts, never more than the network carries."""
+"""Bytes that leave an NVLink domain: counted link by link for ten layouts, never above the network's rate."""
 
 from __future__ import annotations
 

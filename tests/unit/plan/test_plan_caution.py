@@ -1,4 +1,4 @@
-"""Work that is shorter than anything that was measured is said to be so."""
+"""Warning about layers shorter than any measured one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory: activations against what the decoder really saves, states against the arithmetic of the trainer."""
+"""Memory: activations against the tensors that the decoder saves, states against the trainer's arithmetic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Three answers from one distribution: what is counted, where the limits are, and that they agree everywhere."""
+"""Fits, tight, does not fit: counts, limits, and the same verdict everywhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model counts, against formulas and models of other stacks counted by hand."""
+"""Parameters and FLOPs of a model, against formulas and models of other stacks counted by hand."""
 
 from __future__ import annotations
 

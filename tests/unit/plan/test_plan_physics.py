@@ -1,4 +1,4 @@
-"""What one mechanism alone changes: pipelines between tensor groups, waiting for the slowest, what lies outside torch's allocator."""
+"""The effect of single mechanisms: messages between tensor groups, stragglers, memory outside torch's allocator."""
 
 from __future__ import annotations
 

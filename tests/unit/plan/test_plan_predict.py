@@ -1,4 +1,4 @@
-"""Predictions: parts add up, and what must hold whatever the numbers are."""
+"""Predictions: parts add up, and properties that hold for any numbers."""
 
 from __future__ import annotations
 

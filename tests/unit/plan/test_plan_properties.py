@@ -1,4 +1,4 @@
-"""What must hold for every model, layout, cluster and stack, whatever the numbers are: monotony, units, sums."""
+"""Properties of predictions for every model, layout, cluster and stack: monotony, units, sums."""
 
 from __future__ import annotations
 

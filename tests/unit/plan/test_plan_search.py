@@ -1,4 +1,4 @@
-"""The search: only what the job's rules allow, sorted, with the user's own layout beside it, in a few seconds."""
+"""The search: only legal layouts, sorted, with the job's own for comparison, in a few seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planning loads no torch: neither a module of the planner, nor what shows its answers, nor the verb at work."""
+"""Planning does not load torch: neither the planner, nor the modules that print its answers, nor the verb."""
 
 from __future__ import annotations
 

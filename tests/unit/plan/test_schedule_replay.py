@@ -1,4 +1,4 @@
-"""Schedules: every pass once and in an order that can be carried out, the closed form against the replay, activations held."""
+"""Schedules: every pass once in a valid order, the closed form against the replay, activations in flight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measured steps in the planner's categories: everything in exactly one row, equal totals, what cannot be separated said."""
+"""Measured steps in the planner's categories: every part in one row, equal totals, notes on merged parts."""
 
 from __future__ import annotations
 

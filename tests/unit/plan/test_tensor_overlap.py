@@ -1,4 +1,4 @@
-"""Asynchronous tensor parallel in the plan: a pipeline of parts over links and processors, and what the search makes of it."""
+"""Asynchronous tensor parallel in the plan: exposed communication, and its use by the search."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often a stage is gathered, beside torch's own lowering of the same order of passes."""
+"""How often a stage is all-gathered, against torch's lowering of the same schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs with `parallel = "auto"`, reports of a check as `seatrial check` writes them, and runs that were made."""
+"""Jobs with `parallel = "auto"`, reports of `seatrial check`, and earlier runs."""
 
 from __future__ import annotations
 

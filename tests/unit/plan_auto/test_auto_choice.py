@@ -1,4 +1,4 @@
-"""What `parallel = "auto"` chooses: legal, the best that is known, with reasons; and what it refuses, at its place."""
+"""The choice of `parallel = "auto"`: legal, the best known, with reasons; and located errors."""
 
 from __future__ import annotations
 

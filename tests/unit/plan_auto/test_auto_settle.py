@@ -1,4 +1,4 @@
-"""A run keeps the layout that was chosen for it until the cluster changes; plan.json, notes and events tell."""
+"""A run keeps its chosen layout until the cluster changes; plan.json, notes and events record it."""
 
 from __future__ import annotations
 

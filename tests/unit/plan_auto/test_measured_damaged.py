@@ -1,4 +1,4 @@
-"""A report of a check in which any one value is another: no crash, and no prediction from what is no rate."""
+"""Check reports with any one value changed: no crash, and no prediction from an invalid rate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pace of runs that were made: with it the prediction of such a run is what it took."""
+"""The pace of earlier runs: with it they are predicted with their measured step time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rates of a check in place of the catalogue's: each where it means the same, and nothing that is old, simulated or of others."""
+"""Measured rates instead of the catalogue's: each for the same quantity, none that is old, simulated or of other hardware."""
 
 from __future__ import annotations
 

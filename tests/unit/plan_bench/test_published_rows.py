@@ -1,4 +1,4 @@
-"""Published results become the planner's own terms: described sources as ever, others by the words of their rows."""
+"""Published results in the planner's terms: described sources unchanged, others by the text of their rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ten reference plans answer as reviewed: the same words, layouts and reasons, and figures within two per cent."""
+"""Ten reference plans give the reviewed answers: the same text, layouts and reasons, figures within 2 %."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the recorder sees of operations, and the stand-ins for CUDA's kernels."""
+"""The recorder's FLOPs, memory and collectives, and the fake CUDA kernels."""
 
 from __future__ import annotations
 

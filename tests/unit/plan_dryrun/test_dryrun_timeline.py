@@ -1,4 +1,4 @@
-"""What is alive when, from a log of storages."""
+"""Live memory and its peaks, from a log of storages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The account of bytes adds up and is the planner's own memory; the smallest clusters are legal, fit, and are the smallest."""
+"""The memory account adds up to the planner's memory; the smallest clusters are legal, fit, and are the smallest."""
 
 from __future__ import annotations
 

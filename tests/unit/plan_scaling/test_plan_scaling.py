@@ -1,4 +1,4 @@
-"""Scaling: data parallel grows, nothing is dropped, efficiencies are what their names say."""
+"""Scaling: data parallel grows, no size is dropped, efficiencies match their definitions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The geometry of the waterfall: nothing is lost between the peak and the result, whatever the shares are."""
+"""The geometry of the waterfall: bars add up from the peak to the result for any shares."""
 
 from __future__ import annotations
 

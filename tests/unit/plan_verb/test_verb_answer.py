@@ -1,4 +1,4 @@
-"""The answer as data: what follows from what, and that nothing is made up where something is not known."""
+"""The answer as data: derived values, and unknown values that stay unknown."""
 
 from __future__ import annotations
 

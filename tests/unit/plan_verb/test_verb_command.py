@@ -1,4 +1,4 @@
-"""`seatrial plan` as a command: options, exit codes, files, a dry run, and what ends it."""
+"""`seatrial plan` as a command: options, exit codes, files, a dry run, and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/plan.md shows what the verb says, and has every option."""
+"""docs/plan.md shows the verb's output and has every option."""
 
 from __future__ import annotations
 

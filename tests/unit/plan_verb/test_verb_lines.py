@@ -1,4 +1,4 @@
-"""What a person sees: within the width, in a fixed order, and nothing that is not known."""
+"""The printed plan: within the width, in a fixed order, without unknown values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kinds of memory that the verb lists: together they are what it says is needed."""
+"""The kinds of memory that the verb lists add up to the stated total."""
 
 from __future__ import annotations
 

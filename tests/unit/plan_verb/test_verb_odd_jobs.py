@@ -1,4 +1,4 @@
-"""Jobs that nobody would write by hand: the verb answers each or says what is wrong, and never more than it knows."""
+"""Odd jobs: the verb answers each or reports what is wrong, and invents no values."""
 
 from __future__ import annotations
 

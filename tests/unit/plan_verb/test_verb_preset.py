@@ -1,4 +1,4 @@
-"""The reference plan assumes everything once, and the preset's comments say what it predicts."""
+"""The reference plan counts each assumption once, and the preset's comments match its prediction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A record of a step's time that cannot be written ends itself, never the training."""
+"""A step-time record that cannot be written ends the recording, not the training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Callbacks of other packages beside a small run: the example's, one that fails, one that is slow."""
+"""Callbacks of other packages in a small run: the example's, a failing one, a slow one."""
 
 from __future__ import annotations
 

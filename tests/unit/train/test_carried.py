@@ -1,4 +1,4 @@
-"""State that lives on in a process, or comes from a replica: bit for bit."""
+"""State carried over in a process or broadcast by a replica, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank's own time has no waiting for others in it, also where it waits in the midst of a layer."""
+"""Compute time excludes communication, also inside a layer."""
 
 from __future__ import annotations
 

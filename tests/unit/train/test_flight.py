@@ -1,4 +1,4 @@
-"""What a rank says of its collectives and of where it is."""
+"""A rank's dump: its collectives and its position."""
 
 from __future__ import annotations
 

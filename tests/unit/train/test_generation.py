@@ -1,4 +1,4 @@
-"""What a worker does between two generations: finish the step that others have finished, and find the newest state."""
+"""A worker between two generations: it finishes the step that others finished, and finds the newest state."""
 
 from __future__ import annotations
 

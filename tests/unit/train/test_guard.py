@@ -1,4 +1,4 @@
-"""What is decided about a step, from its numbers and the memory of those before."""
+"""Decisions about a step, from its values and the history."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a rank joins the process group, with a stand-in for CUDA and NCCL."""
+"""How a rank joins the process group, with fakes for CUDA and NCCL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loop under a supervisor: steps that go wrong, state that others can go on from, leaving in order."""
+"""The loop under a supervisor: bad steps, the state after a lost peer, leaving."""
 
 from __future__ import annotations
 
@@ -475,7 +475,7 @@ def test_no_rank_takes_a_snapshot_while_one_is_busy(tmp_path: Path) -> None:
     assert run.copies.taken == {}
 
 
-# -- its own time
+# -- compute time
 
 
 def test_compute_time_is_a_part_of_the_step_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A job on the test device is that on the CPU; without any one of its waits it is not, or fails."""
+"""A job on the test device matches the CPU; without any one of its waits it differs or fails."""
 
 from __future__ import annotations
 

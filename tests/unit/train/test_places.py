@@ -1,4 +1,4 @@
-"""A run's places where one does not answer: nobody waits for ever, and nothing that was distrusted is forgotten."""
+"""Checkpoint places of which one does not answer: calls time out, and distrusted checkpoints stay so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the store of a process group listens, and that ranks meet there."""
+"""The store of a process group: its address, and that ranks connect to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The test of a device: right on this one, and wrong results are found."""
+"""The device test: it passes on a healthy device and detects wrong results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank that lost its peers can join another world, whatever it was doing when it lost them."""
+"""A rank that lost its peers at any point can join another world."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From where a generation goes on: the newest state that every rank can have, and the nearest among equals."""
+"""The state a generation resumes from: the newest that every rank can get, the fastest to load among equals."""
 
 from __future__ import annotations
 

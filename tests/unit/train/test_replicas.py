@@ -1,4 +1,4 @@
-"""Silent corruption: the sums, whom a disagreement points at, and four real ranks that must all come to the same."""
+"""Silent data corruption: checksums, blame, and four real ranks that must decide alike."""
 
 from __future__ import annotations
 

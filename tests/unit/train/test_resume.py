@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, with damage of every kind in the newer ones."""
+"""The checkpoint a run resumes from, with damage of every kind in newer ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far back a run may yet go, as what could make it go back knows it: retention leaves one checkpoint before that."""
+"""How far back a run may still roll back: retention keeps a checkpoint before that."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_rollback_bound_is_the_older_snapshot(held: list[Any], reach: int | None
 def test_rollback_leaves_a_checkpoint_on_disk_with_keep_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Saved at 2 and 4, a snapshot of 3: the rollback from 5 sets 4 aside, and 2 must not have gone by then."""
+    """Saved at 2 and 4, a snapshot of 3: the rollback from 5 quarantines 4, and 2 must still exist then."""
     run = Run(tmp_path, "checkpoint.every_steps=2", "checkpoint.keep=1", copies=True)
     run.wait_for_saves()
     run.spoil(5, times=2)

@@ -1,4 +1,4 @@
-"""Saves beside training: what all ranks decide of them from what each tells."""
+"""Asynchronous saves: what all ranks decide from the status of each."""
 
 from __future__ import annotations
 
@@ -384,7 +384,7 @@ def test_a_save_of_distrusted_state_is_not_committed(make: Callable[..., Ranks])
 
 
 def test_retention_gets_the_lowest_rollback_bound(make: Callable[..., Ranks]) -> None:
-    """Whatever may set checkpoints aside says how far; the one that goes furthest counts."""
+    """The lowest of all bounds counts."""
     ranks = make("every_steps = 10")
     for writer in ranks.writers:
         writer.auto = lambda what, attempt: True

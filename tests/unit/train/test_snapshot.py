@@ -1,4 +1,4 @@
-"""Snapshots in memory: bit for bit, two files of which one is always whole, and never in the way."""
+"""Snapshots in memory: bit-exact, two files of which one is always intact, without blocking training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whom the times of eight ranks on two cores point at: nobody, unless one is really slow."""
+"""Straggler detection with the noise of eight ranks on two cores."""
 
 from __future__ import annotations
 

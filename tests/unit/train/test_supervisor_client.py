@@ -1,4 +1,4 @@
-"""What a rank's supervisor client tells and answers, and what it breaks."""
+"""A rank's supervisor client: messages, answers, and connections that it shuts down."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The profiler trace that a job asks for."""
+"""The profiler trace that a job requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Validation within the loop: when, what it leaves alone, and that it is made up for where it was interrupted."""
+"""Validation in the loop: when it runs, that training is unchanged, and that an interrupted one is repeated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one rank makes of its environment and of errors."""
+"""A worker's environment variables and the classification of errors."""
 
 from __future__ import annotations
 
