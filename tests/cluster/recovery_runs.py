@@ -35,6 +35,11 @@ REPLICAS = ("parallel.pipeline=1", "parallel.replicate=2")
 Event = dict[str, Any]
 
 
+def one_node(ranks: int) -> tuple[str, str]:
+    """All ranks on one node: which ranks share one changes no bit, and each node imports torch once."""
+    return "cluster.nodes=1", f"cluster.gpus_per_node={ranks}"
+
+
 class Trial(Run):
     """One start of the small job with `SETTINGS` and more. With a plan, see recovery_driver.py."""
 

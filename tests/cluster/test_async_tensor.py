@@ -29,7 +29,7 @@ FULL = LAYOUTS["tp2-pp2-fsdp2"]
 ZERO_BUBBLE = {**LAYOUTS["pp2-zero-bubble"], "tensor": 2}
 # Name -> (the case, who must train alike). A microbatch of 2 has parts of sequences, one of 1 of positions.
 ASYNC: dict[str, tuple[dict[str, Any], str]] = {
-    "tp2-ordered": ({"layout": {"tensor": 2}, "order": True}, "one"),
+    "tp2": ({"layout": {"tensor": 2}, "order": True, "evaluate": True}, "one"),
     "tp2-positions": ({"layout": {"tensor": 2}, "microbatch": 1, "order": True}, "one"),
     "tp2-eights": ({"layout": {"tensor": 2}, "microbatch": 8}, "one"),
     "full-recompute-positions-documents": (
@@ -97,6 +97,7 @@ def _cases() -> list[dict[str, Any]]:
                 "microbatch": microbatch,
                 "async_tensor": True,
                 "sabotage": what,
+                "steps": 1,
             }
         )
     return [{"tied": False, "steps": 2, **case} for case in cases]
@@ -150,7 +151,7 @@ def test_it_evaluates_to_the_same_bits(runs: dict[str, Ran]) -> None:
 @pytest.mark.parametrize(
     ("name", "parts", "microbatches", "layers_of_a_rank"),
     [
-        ("tp2-ordered", MICROBATCH, SEQUENCES // MICROBATCH, ARCH.num_hidden_layers),
+        ("tp2", MICROBATCH, SEQUENCES // MICROBATCH, ARCH.num_hidden_layers),
         ("tp2-positions", 4, SEQUENCES, ARCH.num_hidden_layers),
         ("compiled", MICROBATCH, SEQUENCES // MICROBATCH, ARCH.num_hidden_layers),
     ],

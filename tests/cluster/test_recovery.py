@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from recovery_runs import REPLICAS, STEPS, Begin, Trial, assert_same, beginning, lines, make_folder
+from recovery_runs import REPLICAS, STEPS, Begin, Trial, assert_same, beginning, lines, make_folder, one_node
 
 from seatrial.base import process
 
@@ -32,13 +32,13 @@ def undisturbed(folder: Path, *settings: str) -> Trial:
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Trial:
     """A run of the small job that never failed."""
-    return undisturbed(tmp_path_factory.mktemp("reference") / "job")
+    return undisturbed(tmp_path_factory.mktemp("reference") / "job", *one_node(4))
 
 
 @pytest.fixture(scope="module")
 def replicas(tmp_path_factory: pytest.TempPathFactory) -> Trial:
     """The same with replicas instead of a pipeline."""
-    return undisturbed(tmp_path_factory.mktemp("replicas") / "job", *REPLICAS)
+    return undisturbed(tmp_path_factory.mktemp("replicas") / "job", *REPLICAS, *one_node(4))
 
 
 def recovered(trial: Trial) -> tuple[str, int]:
@@ -47,7 +47,8 @@ def recovered(trial: Trial) -> tuple[str, int]:
     return event["data"]["source"], event["data"]["redone"]
 
 
-@pytest.mark.parametrize("in_place", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.long  # in place: test_rank_killed_in_a_validation_is_replaced; otherwise: the tests of lost nodes
+@pytest.mark.parametrize("in_place", [True, False])
 def test_a_killed_rank_is_replaced(begin: Begin, reference: Trial, in_place: bool) -> None:
     trial = begin(f"resilience.in_place={str(in_place).lower()}")
     trial.until_step(7)
@@ -55,6 +56,12 @@ def test_a_killed_rank_is_replaced(begin: Begin, reference: Trial, in_place: boo
     trial.kill_rank(3)
     code, err = trial.end()
     assert code == 0, err
+    assert_replaced(trial, before, in_place)
+    assert_same(trial, reference)
+
+
+def assert_replaced(trial: Trial, before: dict[int, int], in_place: bool) -> None:
+    """Rank 3 was killed, and goes on from memory; the other ranks stay where that is done in place."""
     (event,) = trial.events("recovering")
     assert (event["node"], event["rank"], event["data"]["signal"]) == (1, 3, "worker_killed")
     source, redone = recovered(trial)
@@ -63,9 +70,9 @@ def test_a_killed_rank_is_replaced(begin: Begin, reference: Trial, in_place: boo
     after = trial.pids()
     assert after[3] != before[3]
     assert all((after[rank] == before[rank]) == in_place for rank in (0, 1, 2))
-    assert_same(trial, reference)
 
 
+@pytest.mark.long  # with gradients reduced in every microbatch: the next one
 def test_a_replica_gives_its_state_and_no_step_is_lost(begin: Begin, replicas: Trial) -> None:
     trial = begin(*REPLICAS)
     trial.until_step(7)
@@ -86,6 +93,7 @@ def test_killed_rank_resumes_with_sharded_gradients(begin: Begin, replicas: Tria
     trial.kill_rank(1)
     code, err = trial.end()
     assert code == 0, err
+    assert recovered(trial) == ("replica", 0)
     assert_same(trial, replicas)
 
 
@@ -124,15 +132,16 @@ def validation_losses(trial: Trial) -> dict[int, float]:
 @pytest.fixture(scope="module")
 def validated(tmp_path_factory: pytest.TempPathFactory) -> Trial:
     """A run with a validation that never failed."""
-    return undisturbed(tmp_path_factory.mktemp("validated") / "job", *VALIDATION)
+    return undisturbed(tmp_path_factory.mktemp("validated") / "job", *VALIDATION, *one_node(4))
 
 
 def test_rank_killed_in_a_validation_is_replaced(begin: Begin, reference: Trial) -> None:
     trial = validating(begin)
+    before = trial.pids()
     trial.kill_rank(3)
     code, err = trial.end()
     assert code == 0, err
-    assert recovered(trial)[0] == "memory"
+    assert_replaced(trial, before, in_place=True)
     assert sorted(validation_losses(trial)) == [8, 16]
     assert_same(trial, reference)  # which validates nothing
     assert "validation" in err

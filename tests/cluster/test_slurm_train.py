@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import slurm_cluster
-from recovery_runs import STEPS, Trial, assert_same, lines, make_folder
+from recovery_runs import STEPS, Trial, assert_same, lines, make_folder, one_node
 
 from seatrial.base import process
 from seatrial.record.folder import RunFolder
@@ -117,21 +117,22 @@ def cluster(slurm: slurm_cluster.Slurm, tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Trial:
     """The same layout on the virtual cluster."""
-    trial = Trial(make_folder(tmp_path_factory.mktemp("undisturbed") / "work"), *LAYOUT)
+    trial = Trial(make_folder(tmp_path_factory.mktemp("undisturbed") / "work"), *LAYOUT, *one_node(4))
     assert trial.end()[0] == 0
     return trial
 
 
 @pytest.fixture(scope="module")
 def undisturbed_long(tmp_path_factory: pytest.TempPathFactory) -> Trial:
-    trial = Trial(make_folder(tmp_path_factory.mktemp("long") / "work"), *LAYOUT, *LONG)
+    trial = Trial(make_folder(tmp_path_factory.mktemp("long") / "work"), *LAYOUT, *LONG, *one_node(4))
     assert trial.end()[0] == 0
     return trial
 
 
 @pytest.fixture(scope="module")
 def undisturbed_two(tmp_path_factory: pytest.TempPathFactory) -> Trial:
-    trial = Trial(make_folder(tmp_path_factory.mktemp("two") / "work"), *TWO, "cluster.launcher=local")
+    settings = (*TWO, "cluster.launcher=local", *one_node(2))
+    trial = Trial(make_folder(tmp_path_factory.mktemp("two") / "work"), *settings)
     assert trial.end()[0] == 0
     return trial
 
