@@ -2,7 +2,7 @@
 
     python accounting_ranks.py CASES.json OUT_FOLDER
 
-A case is {"name", "layout", "tied", "delay": null or "data" | "forward" | "backward" | "collective", "recorded"}.
+A case is {"name", "layout", "tied", "delay": null or "data" | "forward" | "backward" | "collective", "recorded", "steps"}.
 """
 
 from __future__ import annotations
@@ -70,7 +70,11 @@ def work(case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
         overrides=[
             *("cluster.nodes=1", f"cluster.gpus_per_node={layout.world_size}"),
             *(f"parallel.{n}={getattr(layout, n)}" for n in ("tensor", "pipeline", "shard", "replicate")),
-            *(f"train.steps={STEPS}", f"train.global_batch={SEQUENCES}", "train.microbatch=2"),
+            *(
+                f"train.steps={case.get('steps', STEPS)}",
+                f"train.global_batch={SEQUENCES}",
+                "train.microbatch=2",
+            ),
             *(f"train.sequence_length={LENGTH}", "checkpoint.every_steps=1000", "optimizer.warmup_steps=2"),
         ],
     )

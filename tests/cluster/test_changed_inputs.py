@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from recovery_runs import Trial, make_folder
+from recovery_runs import Trial, make_folder, one_node
 
 from seatrial.data.prepare import prepare
 
@@ -47,7 +47,7 @@ def replace_data(trial: Trial) -> str:
 def test_a_rank_that_would_read_something_else_refuses(tmp_path: Path, edit: Callable[[Trial], str]) -> None:
     folder = make_folder(tmp_path / "work")
     prepare([str(folder / "corpus")], "bytes", folder / "store")
-    trial = Trial(folder, LONG, 'data.train="store"')
+    trial = Trial(folder, LONG, 'data.train="store"', *one_node(4))
     try:
         trial.until_step(6)
         problem = edit(trial)

@@ -106,12 +106,12 @@ def _by_hand(job: Job, step: RankStep) -> None:
 
 @pytest.fixture(scope="module")
 def large() -> tuple[Job, DryRun]:
-    """Qwen2.5-72B, tensor 8 x pipeline 2 x shard 8: a rank of each stage, and one from the midst."""
+    """Qwen2.5-72B, tensor 8 x pipeline 2 x shard 8: a rank of each stage, that of the second from the midst."""
     layout = {"tensor": 8, "pipeline": 2, "shard": 8}
     job = job_of({"name": "72b", "layout": layout, "tied": False, "precision": "bf16"})
     train = job.train.model_copy(update={"sequence_length": 4096, "microbatch": 1, "global_batch": 16})
     job = Job(job.file.model_copy(update={"train": train}), QWEN_72B, job.layout, "72b")
-    return job, dry_run(job, ranks=[0, 64, 93], processes=2, timeout_s=PATIENCE_S)
+    return job, dry_run(job, ranks=[0, 93], processes=2, timeout_s=PATIENCE_S)
 
 
 def test_72b_on_128_ranks_takes_little_memory(large: tuple[Job, DryRun]) -> None:
@@ -122,13 +122,13 @@ def test_72b_holds_and_sends_what_is_derived_by_hand(large: tuple[Job, DryRun]) 
     job, run = large
     for step in run.ranks:
         _by_hand(job, step)
-    assert run.ranks[2].at.pipeline == 1
+    assert [step.at.pipeline for step in run.ranks] == [0, 1]
 
 
 def test_72b_computes_the_model_flops(large: tuple[Job, DryRun]) -> None:
-    """Both stages of one replica together: 6 FLOPs a parameter and token, and attention's seven products over all scores."""
+    """A rank of each stage together: 6 FLOPs a parameter and token, and attention's seven products over all scores."""
     job, run = large
-    first, last = run.ranks[:2]
+    first, last = run.ranks
     tokens = job.microbatches * job.train.microbatch * job.train.sequence_length
     flops = dict.fromkeys(("matmul", "attention"), 0)
     for step in (first, last):

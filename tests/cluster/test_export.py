@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 from parity_ranks import ARCH
 
-from conftest import Run, records, seatrial
+from conftest import ONE_NODE, Run, records, seatrial
 from saving import save, unfenced
 from seatrial.base.box import Box
 from seatrial.checkpoint.manifest import Manifest, Progress
@@ -51,6 +51,7 @@ sys.exit(code)
 def test_transformers_computes_what_the_run_computed(folder: Path, start: Callable[..., Run]) -> None:
     """The loss of the step after a checkpoint, as four ranks recorded it, from its export; and our model's logits."""
     transformers = pytest.importorskip("transformers")
+    (folder / "job.toml").write_text(ONE_NODE)
     code, _, err = start().wait()
     assert code == 0, err
     listed = json.loads(seatrial(folder, "checkpoints", "runs/small", "--json").stdout)["checkpoints"]

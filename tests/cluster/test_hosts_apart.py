@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from apart_hosts import COMMANDS, ApartHosts, install, skip_unless_possible
-from recovery_runs import Trial, assert_same, lines, make_folder
+from recovery_runs import Trial, assert_same, lines, make_folder, one_node
 
 from seatrial.record.folder import RunFolder
 from seatrial.record.launches import read_outcome
@@ -80,9 +80,9 @@ def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Apart]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Trial:
-    """The same layout on the nodes of the virtual cluster."""
+    """The same layout on a node of the virtual cluster."""
     skip_unless_possible()
-    trial = Trial(make_folder(tmp_path_factory.mktemp("undisturbed") / "work"), *LAYOUT)
+    trial = Trial(make_folder(tmp_path_factory.mktemp("undisturbed") / "work"), *LAYOUT, *one_node(NODES))
     _ended(trial)
     return trial
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from recovery_runs import Begin, Trial, beginning, lines, make_folder
+from recovery_runs import Begin, Trial, beginning, lines, make_folder, one_node
 
 from missing_waits import JOB_WAITS
 
@@ -58,7 +58,7 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Trial:
     """An undisturbed run on the CPU."""
-    trial = Trial(make_folder(tmp_path_factory.mktemp("cpu") / "job"), *JOB)
+    trial = Trial(make_folder(tmp_path_factory.mktemp("cpu") / "job"), *JOB, *one_node(2))
     code, err = trial.end()
     assert code == 0, err
     return trial

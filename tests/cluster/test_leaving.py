@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from driver import JOB
-from recovery_runs import STEPS, Begin, Trial, assert_same, beginning, lines, make_folder
+from recovery_runs import STEPS, Begin, Trial, assert_same, beginning, lines, make_folder, one_node
 
 from conftest import TIMEOUT_S
 from seatrial.control.agent.spec import AgentSpec
@@ -35,7 +35,7 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
 
 def undisturbed(folder: Path, steps: int) -> Trial:
     """A run of the small job for so many steps that nobody disturbed."""
-    trial = Trial(make_folder(folder), f"train.steps={steps}")
+    trial = Trial(make_folder(folder), f"train.steps={steps}", *one_node(4))
     code, err = trial.end()
     assert code == 0, err
     return trial

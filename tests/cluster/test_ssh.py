@@ -69,7 +69,7 @@ def losses(folder: Path) -> list[float]:
     return [last[step] for step in sorted(last)]
 
 
-def test_three_hosts_train_as_three_local_nodes(
+def test_three_hosts_train_as_three_local_ranks(
     cluster: SshHosts, train: Callable[..., Run], start: Callable[..., Run]
 ) -> None:
     run = train()
@@ -81,7 +81,8 @@ def test_three_hosts_train_as_three_local_nodes(
     assert len(over_ssh) == 12
     run.wait_gone(5)
     cluster.wait(lambda: not cluster.remote(), "left on the hosts", 10)
-    local = start("--fresh", "--set", "cluster.launcher=local")
+    words = ("cluster.launcher=local", "cluster.nodes=1", "cluster.gpus_per_node=3")
+    local = start("--fresh", *(word for entry in words for word in ("--set", entry)))
     assert local.wait(240)[0] == 0
     assert losses(cluster.folder) == over_ssh
 
