@@ -46,13 +46,6 @@ def processes(mark: str) -> set[int]:
 
 
 @pytest.fixture
-def folder(folder: Path) -> Path:
-    """On one node: no scenario here is about nodes, and each imports torch once."""
-    (folder / "job.toml").write_text(ONE_NODE)
-    return folder
-
-
-@pytest.fixture
 def drill(folder: Path) -> Iterator[Drill]:
     """Start a drill of the small job; at the end of the test nothing of it may be alive."""
     started: list[tuple[str, subprocess.Popen[str]]] = []
@@ -141,6 +134,7 @@ def test_faults_are_survived_while_the_run_itself_is_under_way(
 
 
 def test_an_interrupted_drill_leaves_a_report_and_nothing_else(drill: Drill, folder: Path) -> None:
+    (folder / "job.toml").write_text(ONE_NODE)  # nothing is judged
     process = drill("--only", "freeze_rank,kill_rank")
     wait_for(process, "freeze_rank: step")
     process.send_signal(signal.SIGINT)
@@ -151,6 +145,7 @@ def test_an_interrupted_drill_leaves_a_report_and_nothing_else(drill: Drill, fol
 
 
 def test_a_job_that_does_not_run_cannot_be_drilled(drill: Drill, folder: Path) -> None:
+    (folder / "job.toml").write_text(ONE_NODE)
     """The reference has to be one that never failed; with these weights no loss is finite."""
     arch = load_job(folder / "job.toml").architecture
     (folder / "hf").mkdir()

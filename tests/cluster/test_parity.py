@@ -57,7 +57,8 @@ WITH_MOMENTUM: dict[str, dict[str, Any]] = {
 }
 # Attention that ends at the begin of a document: whatever carries the bounds to the stages must be right in each.
 WITH_DOCUMENTS: dict[str, dict[str, Any]] = {
-    **{n: LAYOUTS[n] for n in ("tp2", "pp2", "fsdp2", "tp2-pp2-fsdp2", "pp2-interleaved", "pp2-zero-bubble")},
+    **{n: LAYOUTS[n] for n in ("tp2", "pp2", "fsdp2", "tp2-pp2-fsdp2", "pp2-zero-bubble")},
+    "pp2-fsdp2-interleaved": {**LAYOUTS["pp2-interleaved"], "shard": 2},
     "pp2-gpipe": {"pipeline": 2, "schedule": "gpipe"},
     "pp4": {"pipeline": 4},
 }

@@ -35,7 +35,7 @@ LAYOUT = (
 )
 SLURM = (*LAYOUT, "cluster.launcher=slurm", "resilience.preempt_grace_s=15")
 LONG = ("train.steps=80", "checkpoint.every_steps=10")  # long enough for a node to be lost in its midst
-# Where no test looks at which nodes there are: each imports torch once.
+# Where two nodes are enough: each imports torch once.
 TWO = (*SLURM, *LONG, "cluster.nodes=2", "parallel.replicate=2")
 LIMITED_STEPS = 400  # longer than Slurm's shortest time limit
 LIMITED = (f"train.steps={LIMITED_STEPS}", "checkpoint.every_steps=10")

@@ -77,9 +77,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str, str
 
 @pytest.fixture(scope="module")
 def killed_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on one node of which everything was killed after its second checkpoint, half-way at the latest unless writing is slow."""
+    """A run on two nodes of which everything was killed after its second checkpoint, half-way at the latest unless writing is slow."""
     folder = tmp_path_factory.mktemp("killed")
-    (folder / "job.toml").write_text(ONE_NODE)
+    (folder / "job.toml").write_text(JOB)
     write_corpus(folder)
     run = Run(folder, "--set", "checkpoint.every_steps=2")
     run.wait_line("  checkpoint of step ")
@@ -107,7 +107,8 @@ def short_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert run.process.stderr is not None
     run.process.stderr.close()
     run.process.stderr = None
-    assert run.wait()[0] == 0
+    code = run.wait()[0]
+    assert code == 0, records(run_of(folder) / "events.jsonl")[-3:]
     return folder
 
 

@@ -66,7 +66,7 @@ class HuggingFaceWeights:
                 if absent:
                     problems.append(
                         Diagnostic(
-                            f"has no {_some(absent)}, which {INDEX} lists in it",
+                            f"lacks {_some(absent)}, which {INDEX} assigns to this file",
                             str(path),
                             hint="index and weights are of different models: copy the folder again",
                         )

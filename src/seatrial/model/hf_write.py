@@ -98,7 +98,7 @@ def write_huggingface(
         fsync_folder(out.parent)
     except OSError as error:
         raise RunFailed(
-            f"writing {out} failed: {error}", hint="partial files were removed: repair the disk, export again"
+            f"writing {out} failed: {error}", hint="free space or check the file system, then export again"
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -1,7 +1,7 @@
 """Chunked cross-entropy of the head: logits, softmax and gradients of one part of the positions at a time.
 
 A part has `job.loss_rows` positions. Its logits are computed once, in the backward pass, and overwritten first by their
-exponentials, then by their gradient. So the loss is known after the backward pass; without gradients it is at once.
+exponentials, then by their gradient. So the loss is known after the backward pass; without gradients it is computed in the forward pass.
 Weight gradients are accumulated over the parts in the weight's dtype.
 
     c  positions of a part      R  positions of this rank (B t)      V  this rank's columns of the vocabulary

@@ -101,7 +101,7 @@ class _AllGathers:
     def __init__(self, x_BtD: Tensor, cut: Cut, group: ProcessGroup) -> None:
         self.rows_RD = x_BtD.new_empty(cut.rows, x_BtD.shape[-1])
         self._after_gather = cut.after_gather
-        # Nothing else may reference the send buffers: they must live until the all-gathers are done.
+        # Kept here until the all-gathers are done: there may be no other reference to these buffers.
         self._sent = [piece.contiguous() for piece in cut.local_parts(x_BtD)]
         self._in_flight = [
             all_gather_single(into, sent.flatten(0, 1), group=group, async_op=True)

@@ -27,7 +27,7 @@ from seatrial.train.checkpointing.saver import Saver
 from seatrial.train.health.guard import HINT, Guard, StepDecision
 from seatrial.train.health.replicas import CorruptState, Integrity
 from seatrial.train.health.straggler import StragglerWatch
-from seatrial.train.meter import ComputeTimer, Meter, memory_bytes
+from seatrial.train.meter import OwnWorkTimer, Meter, memory_bytes
 from seatrial.train.optimizer import ShardedOptimizer
 from seatrial.train.recorder import Recorder, SummedStep, make_guard
 from seatrial.train.records import Records
@@ -97,16 +97,16 @@ class Loop:
         self._clip_norm = job.optimizer.clip_norm or None
         self._guard: Guard | None = None
         self._integrity: Integrity | None = None
-        self._compute_timer: ComputeTimer | None = None
+        self._work_timer: OwnWorkTimer | None = None
         self._stragglers: StragglerWatch | None = None
         if supervisor is not None:
-            self._compute_timer = ComputeTimer(mesh.device)
+            self._work_timer = OwnWorkTimer(mesh.device)
             self._stragglers = StragglerWatch(job.layout, job.resilience.straggler_factor)
             if job.resilience.verify_every_steps:
                 self._integrity = Integrity(model, optimizer)
         self._validation: Validation | None = None
         if validation is not None:
-            self._validation = Validation(job, validation, model, self._compute_timer)
+            self._validation = Validation(job, validation, model, self._work_timer)
         self._saver.rollback_bounds = [each for each in (snapshots, self._integrity) if each is not None]
         # On a GPU the host runs one step ahead: reading the loss at once would stall the device after every step.
         # A refused update also refuses all later ones, so a step that was launched too early changes nothing.
@@ -132,8 +132,8 @@ class Loop:
                 self._finding("corruption", error.step, error.message, data, error.blamed)
             raise
         finally:
-            if self._compute_timer is not None:
-                self._compute_timer.unwatch()
+            if self._work_timer is not None:
+                self._work_timer.unwatch()
             self._accounting.close()
             self._trace.close()
             self._saver.close(at_once=not self._ended)
@@ -178,8 +178,8 @@ class Loop:
         self._saver.start(first_step)
         if self._supervisor is not None:
             self._guard = make_guard(self.job, self.folder, self.model.mesh, first_step)
-        if self._compute_timer is not None:
-            self._compute_timer.watch(self.model)
+        if self._work_timer is not None:
+            self._work_timer.watch(self.model)
         if self._integrity is not None:
             self._integrity.begin(first_step - 1)
         self._accounting.begin(first_step)
@@ -189,7 +189,7 @@ class Loop:
     # -- one step
 
     def _start(self, step: int) -> None:
-        mesh, clock = self.model.mesh, self._compute_timer
+        mesh, clock = self.model.mesh, self._work_timer
         contribution = Contribution(
             leave_request=self._supervisor.leave_request() if self._supervisor is not None else None,
             busy=self._snapshots is not None and self._snapshots.busy,
@@ -237,7 +237,7 @@ class Loop:
         """Update weights and optimizer state (`made` false: the update is refused). No communication."""
         before, self.ready, self.applied = self.applied, None, None
         lr = learning_rate(step, self.job.train.steps, self.job.optimizer)
-        clock, counted = self._compute_timer, self.model.clock
+        clock, counted = self._work_timer, self.model.clock
         with counted.during(OPTIMIZER), clock.running() if clock is not None else contextlib.nullcontext():
             update(self.optimizer, loss, norm_squared, lr=lr, clip_norm=self._clip_norm)
             if self._integrity is not None:

@@ -33,8 +33,8 @@ def memory_bytes(device: torch.device) -> int:
         return int(f.read().split()[1]) * _PAGE
 
 
-class ComputeTimer:
-    """Adds up this rank's compute time without communication, which distinguishes a slow rank from its peers.
+class OwnWorkTimer:
+    """Adds up this rank's own work: data loading, computation and update, without communication. It tells a slow rank from its peers.
 
     On a GPU it is device time, between events; a span counts once the device has completed it, so `read` lags by a
     step or two.
@@ -90,7 +90,7 @@ class ComputeTimer:
     def watch(self, model: ParallelModel) -> None:
         """Time the forward passes of attention, MLP and output head: communication is between them, not inside.
 
-        One block of each stage represents all. A compiled block cannot be hooked inside: then only the head counts.
+        One block of each stage represents all. A compiled block cannot be hooked inside: then no forward pass of a block counts.
         Tensor parallel communicates within the projections: then the work between them counts.
         """
         for stage in model.stages:

@@ -14,7 +14,7 @@ from seatrial.hardware import accelerator
 from seatrial.parallel.build import ParallelModel
 from seatrial.record.messages import Leaving
 from seatrial.record.stages import OPTIMIZER
-from seatrial.train.meter import ComputeTimer
+from seatrial.train.meter import OwnWorkTimer
 from seatrial.train.optimizer import ShardedOptimizer
 
 # The vector: loss, squared gradient norm; how many ranks are to yield, are preempted, and are still writing their last
@@ -102,7 +102,7 @@ class StepValues:
 
     @property
     def local_seconds(self) -> tuple[float, ...]:
-        """For each rank, seconds of local compute, without communication."""
+        """For each rank, seconds of its own work (data loading, computation), without communication."""
         return self._block(_SECONDS)
 
     @property
@@ -148,7 +148,7 @@ class Contribution:
     leave_request: Leaving | None = None
     busy: bool = False
     saving: SaveStatus = SaveStatus()
-    clock: ComputeTimer | None = None
+    clock: OwnWorkTimer | None = None
     memory_bytes: Callable[[], int] = lambda: 0  # called after the backward pass, near the peak
     changed: Callable[[], Tensor | None] = lambda: None  # called before the update: a code, on the device
 

@@ -16,7 +16,7 @@ from seatrial.parallel.build import ParallelModel
 from seatrial.parallel.loss import NO_TARGET
 from seatrial.record.messages import Leaving
 from seatrial.record.stages import VALIDATION
-from seatrial.train.meter import ComputeTimer
+from seatrial.train.meter import OwnWorkTimer
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Validation:
     """Measures the validation loss during training; model and optimizer do not change."""
 
     def __init__(
-        self, job: Job, data: ValidationSet, model: ParallelModel, clock: ComputeTimer | None
+        self, job: Job, data: ValidationSet, model: ParallelModel, clock: OwnWorkTimer | None
     ) -> None:
         """`clock` does not count the time of a validation."""
         self._every, self._last = job.train.validate_every_steps or job.train.steps, job.train.steps

@@ -42,7 +42,7 @@ def chosen(
     word = "tight" if whole <= room else "too much"
     return (
         "sharded",
-        f"{needs}, which is {word}; reduced in every microbatch, {units.memory(sharded)}",
+        f"{needs}, which is {word}; with sharded ones {units.memory(sharded)}",
     )
 
 

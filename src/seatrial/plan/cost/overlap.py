@@ -8,8 +8,8 @@ several. Communication and computation run in parallel, one part at a time, in o
     matmul, reduce-scatter   product   k k k k W        k + (p-1) max(c, k) + c; in parallel the weight gradients W,
                              links       c c c c        which depend on nothing in flight
 
-The excess over the computation is exposed: c + (p-1) max(0, c - k), less W. In a backward pass the reduce-scatters follow
-p all-gathers for the weight gradients, so that it takes at least 2 p c. Plain tensor parallel is p = 1.
+The excess over the computation is exposed: c + (p-1) max(0, c - k), less W. In a backward pass the second also has
+p all-gathers, for the weight gradients, before its reduce-scatters: it takes at least 2 p c. Plain tensor parallel is p = 1.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SOURCE = (
     "async_tensor: its overlap is modelled part by part and was never measured on GPUs; assumed: no other losses, and computation "
     "slowed as by any other overlapped communication. The only published pair of runs, with another implementation, "
     "gained 5.7 % where 11 % is predicted, 18 % with the copies that only our plain tensor parallel makes (Llama 3 70B on 256 H100, 829 and 876 tokens/s/GPU, "
-    "pytorch/torchtitan@b5bcd76 benchmarks/llama3_h100_202412_torchtitan.md), so expect half of the predicted gain, or less"
+    "pytorch/torchtitan@b5bcd76 benchmarks/llama3_h100_202412_torchtitan.md), so the gain may be half of the predicted one, or less"
 )
 
 

@@ -87,7 +87,7 @@ class Advice:
 
     suggestions: tuple[Suggestion, ...]
     crossovers: tuple[Crossover, ...]
-    alike: tuple[Recipe, ...]  # as fast as the best, within the error
+    alike: tuple[Recipe, ...]  # as fast as the best, but for `TIE_MARGIN`
 
 
 @dataclass(frozen=True)

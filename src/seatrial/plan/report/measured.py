@@ -231,7 +231,7 @@ class _Reader:
         if known is not None and THREE_SHAPES * known <= rate <= known:
             self._skip(
                 what,
-                f"three shapes; within their error of {known:g}, the best of many, which is kept",
+                f"the check tries three shapes; this agrees with {known:g}, the best of many, which is kept",
             )
             return None
         self._use(what, "" if known is None else f" instead of {known:g}")

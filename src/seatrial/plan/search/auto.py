@@ -200,7 +200,7 @@ def _fastest(job: Job, place: Hardware, cluster: Cluster, calibration: Calibrati
     if len(ranked) > 1:
         second = ranked[1]
         more = second.prediction.step_s / p.step_s - 1
-        close = "; the difference is within the error" if abs(more) < TIE_MARGIN else ""
+        close = f"; {TIE_MARGIN:.0%} is what releases of one stack differ by" if abs(more) < TIE_MARGIN else ""
         reasons.append(
             f"next is {second.recipe.layout} with {more:+.1%}{close}; that one is limited by {second.limit}"
         )
@@ -229,7 +229,7 @@ def _safest(choices: Sequence[Choice], sure: Sequence[Choice]) -> tuple[list[Cho
             here, there = ({**c.recipe.parallel, **c.recipe.train} for c in (safe, fastest))
             changed = ", ".join(f"{key} {str(there[key]).lower()}" for key in here if here[key] != there[key])
             why = (
-                f"with {changed} a step would be {less:.1%} shorter, within the error, but it {fastest.prediction.verdict.why}; "
+                f"with {changed} a step would be {less:.1%} shorter (releases of one stack differ by {TIE_MARGIN:.0%}), but it {fastest.prediction.verdict.why}; "
                 "this one fits with margin"
             )
             others = (c for c in choices if pair(c.recipe) != pair(safe.recipe))

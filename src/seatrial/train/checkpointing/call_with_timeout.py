@@ -12,8 +12,8 @@ from seatrial.storage import StorageError
 T = TypeVar("T")
 GivenUp = Callable[[], bool]
 
-# Address -> thread of the last call, which may not have returned. A thread, not a process: a rank must not fork with
-# torch loaded, and a hung thread ends when the rank is killed.
+# Address -> thread of the last call, which may not have returned. A thread, not a process: a running rank has
+# threads and perhaps a CUDA context, and must not fork; a hung thread ends when the rank is killed.
 _calls: dict[str, threading.Thread] = {}
 
 
@@ -25,7 +25,7 @@ def call_with_timeout(seconds: float, url: str, call: Callable[[GivenUp], T]) ->
     """
     before = _calls.get(url)
     if before is not None and before.is_alive():
-        raise StorageError("unreachable", "read", url, "it has not answered the previous call yet")
+        raise StorageError("unreachable", "access", url, "it has not answered the previous call yet")
     done: list[tuple[Any, Exception | None]] = []
     given_up = threading.Event()
 
@@ -41,7 +41,7 @@ def call_with_timeout(seconds: float, url: str, call: Callable[[GivenUp], T]) ->
     if not done:
         given_up.set()
         cause = f"no answer within {units.duration(seconds)}"
-        raise StorageError("unreachable", "read", url, cause, hint="check the mount")
+        raise StorageError("unreachable", "access", url, cause, hint="check the mount")
     value, error = done[0]
     if error is not None:
         raise error

@@ -82,7 +82,7 @@ class SaveEvents:
         """Training waits for a checkpoint, with `at_risk_s` of unsaved training."""
         self._records.event_of_first(
             "checkpoint_overdue",
-            f"training waits for a checkpoint after step {step}: {units.duration(at_risk_s)} of training are unsaved",
+            f"training waits for a checkpoint after step {step}: {units.duration(at_risk_s)} of training is unsaved",
             severity="warning",
             data={"step": step, "at_risk_s": at_risk_s},
         )

@@ -164,7 +164,7 @@ def compare(
 ) -> Mismatch | None:
     """Blame ranks by `sums`[rank][kind]: the minority of a group; without a majority the whole group is suspect.
 
-    A corrupt rank differs in all its groups: the ranks common to them are blamed.
+    A corrupt rank differs in at least one of its groups; if several groups differ, the ranks common to them are blamed.
     """
     suspects: list[set[int]] = []
     wrong: list[list[int]] = []

@@ -1,6 +1,6 @@
-"""Straggler detection from each rank's local compute time. Pure.
+"""Straggler detection from the time of each rank's own work: data loading, computation, update. Pure.
 
-In a synchronous step all ranks wait for the slowest, so step times are equal; only compute time without communication
+In a synchronous step all ranks wait for the slowest, so step times are equal; only own work, without communication,
 distinguishes ranks.
 """
 
@@ -21,7 +21,7 @@ _LEAST_SHARE = 0.003  # of the step: a smaller delay in the measured work does n
 
 @dataclass(frozen=True)
 class Straggler:
-    """`rank` computes `seconds` per step; the median of its peers is `peers`."""
+    """The own work of `rank` takes `seconds` per step; the median of its peers is `peers`."""
 
     rank: int
     seconds: float
@@ -33,7 +33,7 @@ class Straggler:
 
     @property
     def message(self) -> str:
-        return f"rank {self.rank} computes {self.factor:.1f} times as long as its peers"
+        return f"rank {self.rank} takes {self.factor:.1f} times as long as its peers for its own work (data, computation)"
 
     @property
     def data(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The state a generation resumes from: ranks all-gather which states each has, and all make the same decision.
 
-The newest state wins; of equally new ones that of live processes, to ranks without it by broadcast from a live replica;
-then snapshots in memory, then checkpoints on disk.
+The newest state wins. At equal steps: live processes first (ranks that lost theirs receive a live replica's by
+broadcast), then snapshots in memory, then checkpoints on disk.
 """
 
 from __future__ import annotations
