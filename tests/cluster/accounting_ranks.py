@@ -29,7 +29,7 @@ from seatrial.train.records import into_file
 
 STEPS = 18
 # All of a step's waiting for collectives is compared with another step's: that differs by more than a stage's own work.
-DELAY_S = {"data": 0.25, "forward": 0.25, "backward": 0.25, "collective": 1.0}
+DELAY_S = {"data": 0.4, "forward": 0.4, "backward": 0.4, "collective": 1.0}
 SLOW_RANK = 1
 IN_STEP = (
     4  # the delayed collective: at a step's first one a rank waits for the other, which would hide some of it

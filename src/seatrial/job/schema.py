@@ -510,7 +510,8 @@ class ResilienceSection(Section):
         description="seconds for the first step after a start: loading, compilation, connections",
     )
     straggler_factor: Times = Field(
-        default=2.0, description="a rank whose own work takes this many times longer than its peers' is a straggler"
+        default=2.0,
+        description="a rank whose own work takes this many times longer than its peers' is a straggler",
     )
     join_wait_s: SecondsOrNone = Field(
         default=600.0,

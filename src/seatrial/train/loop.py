@@ -27,7 +27,7 @@ from seatrial.train.checkpointing.saver import Saver
 from seatrial.train.health.guard import HINT, Guard, StepDecision
 from seatrial.train.health.replicas import CorruptState, Integrity
 from seatrial.train.health.straggler import StragglerWatch
-from seatrial.train.meter import OwnWorkTimer, Meter, memory_bytes
+from seatrial.train.meter import Meter, OwnWorkTimer, memory_bytes
 from seatrial.train.optimizer import ShardedOptimizer
 from seatrial.train.recorder import Recorder, SummedStep, make_guard
 from seatrial.train.records import Records

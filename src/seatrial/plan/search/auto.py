@@ -200,7 +200,9 @@ def _fastest(job: Job, place: Hardware, cluster: Cluster, calibration: Calibrati
     if len(ranked) > 1:
         second = ranked[1]
         more = second.prediction.step_s / p.step_s - 1
-        close = f"; {TIE_MARGIN:.0%} is what releases of one stack differ by" if abs(more) < TIE_MARGIN else ""
+        close = (
+            f"; {TIE_MARGIN:.0%} is what releases of one stack differ by" if abs(more) < TIE_MARGIN else ""
+        )
         reasons.append(
             f"next is {second.recipe.layout} with {more:+.1%}{close}; that one is limited by {second.limit}"
         )

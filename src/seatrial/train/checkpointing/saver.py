@@ -71,7 +71,7 @@ class Saver:
         self._writer = AsyncWriter(rank=mesh.rank, world_size=mesh.layout.world_size, device=mesh.device)
         self._cadence = CheckpointCadence(job, folder, writes=self._writes)
         self._report_wait = report_wait
-        self.rollback_bounds: Sequence[RollbackBound] = ()  # retention keeps one at or before the lowest of these
+        self.rollback_bounds: Sequence[RollbackBound] = ()  # retention keeps one not after the lowest
         self._report_every_s = min(_REPORT_EVERY_S, job.resilience.first_step_s / 3)
         self._attempt: Attempt | None = None
         self._again = False  # a failure is retried with the same step, over the partial files
