@@ -15,7 +15,7 @@ from seatrial.train import step as steps
 from seatrial.train.checkpointing import snapshot
 from seatrial.train.checkpointing.snapshot import Snapshots
 from seatrial.train.loop import Loop
-from seatrial.train.meter import ComputeTimer
+from seatrial.train.meter import OwnWorkTimer
 from seatrial.train.step import StepResult
 
 Patch = Callable[[Any, str, Any], None]  # as `setattr`
@@ -98,14 +98,14 @@ def time_of_stages_is_read_too_early(patch: Patch) -> None:
 
 
 def compute_time_is_read_too_early(patch: Patch) -> None:
-    read = ComputeTimer.read
+    read = OwnWorkTimer.read
 
-    def early(self: ComputeTimer) -> float:
+    def early(self: OwnWorkTimer) -> float:
         for _, end in self._pending:
             end.__class__ = _Complete
         return read(self)
 
-    patch(ComputeTimer, "read", early)
+    patch(OwnWorkTimer, "read", early)
 
 
 def step_is_in_flight_at_a_save(patch: Patch) -> None:

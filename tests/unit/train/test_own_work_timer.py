@@ -17,7 +17,7 @@ from seatrial.model.decoder import Decoder
 from seatrial.parallel import collectives, overlap
 from seatrial.parallel.tensor import apply_tensor_parallel
 from seatrial.train import meter
-from seatrial.train.meter import ComputeTimer
+from seatrial.train.meter import OwnWorkTimer
 
 ARCH = Architecture(
     family="qwen2", vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
@@ -62,7 +62,7 @@ def test_communication_is_not_compute_time(
     model.to_empty(device="cpu")
     for parameter in model.parameters():
         nn.init.constant_(parameter, 0.1)
-    watched = ComputeTimer(torch.device("cpu"))
+    watched = OwnWorkTimer(torch.device("cpu"))
     before = model.blocks[0].mlp.project
     watched.watch(SimpleNamespace(stages=[model], settings=SimpleNamespace(compile=False)))  # type: ignore[arg-type]
     model(torch.zeros(2, 8, dtype=torch.int64)).sum().backward()
