@@ -244,7 +244,7 @@ class TestFolders:
         assert "00001-of-00005" in text[0]
         assert "is truncated or damaged" in text[1]
         assert "git lfs pull" in text[2]
-        assert "lists in it" in text[3]
+        assert "assigns to this file" in text[3]
         assert "cannot be read" in text[4]
 
     @pytest.mark.parametrize("size", [0, 4, 100])

@@ -160,7 +160,7 @@ def test_no_validation_after_a_skipped_step(tmp_path: Path) -> None:
 
 def test_validation_is_not_compute_time(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", *EVERY, validates=True)
-    clock = run.loop._compute_timer
+    clock = run.loop._work_timer
     assert clock is not None
     clock.watch(run.model)
     run.loop._validate(run.loop._validation, 3)  # type: ignore[arg-type]
