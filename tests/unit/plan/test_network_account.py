@@ -11,12 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import NDR, Case, cases, gpu
 
+from seatrial.hardware.networks import find_network
 from seatrial.job.layout import Coordinates, Layout
 from seatrial.job.models import model_presets
 from seatrial.plan.cost.collectives import Fabric
 from seatrial.plan.cost.predict import predict, stack_for
 from seatrial.plan.cost.step import rank_traffic
 from seatrial.plan.model.cluster import Cluster, Group, group, placed
+from seatrial.plan.model.other_model import OtherModel
 from seatrial.plan.model.recipe import Recipe
 
 MODEL = model_presets()["qwen2.5-7b"]  # whose ends are not tied
@@ -171,3 +173,24 @@ def test_a_split_group_counts_its_smallest_part() -> None:
     assert group(Cluster(GB200, 36, 4, NDR, 72), stride=1, size=16) == Group(16, 8)
     assert group(Cluster(GB200, 32, 4, NDR, 64), stride=8, size=16) == Group(16, 8)
     assert group(Cluster(GB200, 16, 4, NDR, 72), stride=1, size=64) == Group(64, 64)
+
+
+def test_gradients_of_learned_positions_are_charged() -> None:
+    """They are most of this model's data-parallel traffic, which the step cannot be shorter than."""
+    model = OtherModel(
+        vocab_size=256,
+        hidden_size=2560,
+        intermediate_size=1280,
+        num_hidden_layers=8,
+        num_attention_heads=40,
+        num_key_value_heads=8,
+        head_dim=64,
+        gated=False,
+        learned_positions=2048,
+        layer_vectors=5120,
+        layer_norms=5120,
+    )
+    recipe = Recipe(1024, 1, 1, Layout(tensor=8), context=2, sharding="optimizer")
+    cluster = Cluster(gpu("A100-40GB SXM"), 2, 8, find_network("RoCE 4x100"))
+    found = predict(model, recipe, cluster, stack="llama-3")
+    assert found.traffic.leaving.sent / found.step_s <= 6.25e9

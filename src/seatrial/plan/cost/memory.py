@@ -116,6 +116,12 @@ def rank_parameters(model: Architecture, recipe: Recipe, rank: int) -> float:
     return n
 
 
+def root_parameters(model: Architecture, recipe: Recipe, rank: int) -> float:
+    """Those outside layers: embeddings, last norm, head."""
+    layers = sum(recipe.layout.rank_layers(rank, model.num_hidden_layers))
+    return rank_parameters(model, recipe, rank) - layers * layer_share(model, recipe.layout.tensor)
+
+
 def rank_memory(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> Memory:
     """Memory of pipeline rank `rank` at the highest of these points of a step.
 
@@ -291,7 +297,7 @@ def _freed(model: Architecture, recipe: Recipe, rank: int) -> float:
         return 0.0
     layer = layer_share(model, recipe.layout.tensor)
     stages = [count * layer for count in recipe.layout.rank_layers(rank, model.num_hidden_layers)]
-    root = rank_parameters(model, recipe, rank) - sum(stages)
+    root = root_parameters(model, recipe, rank)
     stages[0 if rank == 0 else -1] += root
     twice = root if rank == 0 else 0.0
     return sum(sorted(stages)[:-ACTIVE_STAGES]) - twice

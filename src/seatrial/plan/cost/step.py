@@ -10,7 +10,7 @@ from seatrial.job.schedules import Times, schedule_named
 from seatrial.plan.cost.calibration import UNIT_FACTORS, Factors
 from seatrial.plan.cost.collectives import Fabric
 from seatrial.plan.cost.kernels import MEMORY_SHARE
-from seatrial.plan.cost.memory import layer_share, neighbours, rank_parameters, representative_ranks
+from seatrial.plan.cost.memory import neighbours, rank_parameters, representative_ranks, root_parameters
 from seatrial.plan.cost.overlap import OURS
 from seatrial.plan.cost.stacks import Stack
 from seatrial.plan.cost.unshard import unshards
@@ -279,13 +279,12 @@ def stage_gathers(recipe: Recipe, rank: int) -> tuple[float, ...]:
 def _once(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Stack, w: Work) -> _Data:
     """Data-parallel communication that happens once a step: gradients, and weights after a sharded update."""
     layout = recipe.layout
-    ends = model.embedding_parameters() / layout.tensor
     if recipe.sharding == "full":
         if recipe.shard_ranks * layout.replicate == 1:
             return _Data(0.0, 0.0)
-        # The root's own weights, embedding and head: their communication overlaps with nothing.
+        # The root's own weights, embeddings and head: their communication overlaps with nothing.
         at = shard_group(recipe, fabric)
-        each = ends if layout.pipeline > 1 else ends * (1 if model.tie_word_embeddings else 2)
+        each = max(root_parameters(model, recipe, rank) for rank in representative_ranks(layout))
         before = gathers_a_step(recipe)[0]
         seconds = fabric.seconds("all_gather", 2.0 * each, at) * before
         scatter, copies = _reduction(each, recipe, fabric, stack)
@@ -296,7 +295,7 @@ def _once(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Stack, w: 
     if at.size == 1:
         return _Data(0.0, 0.0)
     rank_layers = max(sum(layout.rank_layers(r, model.num_hidden_layers)) for r in range(layout.pipeline))
-    mine = rank_layers * model.layer_parameters() / layout.tensor + ends * (1 if layout.pipeline > 1 else 2)
+    mine = max(rank_parameters(model, recipe, rank) for rank in representative_ranks(layout))
     grads = stack.gradient_bytes * mine
     whole = recipe.sharding == "none" or stack.reduce == "all_reduce"
     reduce = fabric.seconds("all_reduce" if whole else "reduce_scatter", grads, at)
@@ -352,7 +351,7 @@ def rank_traffic(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Sta
     crossing = (per_rank - (rank == 0)) * _leaves(r, fabric, (rank - 1) % layout.pipeline)
     crossing += (per_rank - (rank == last)) * _leaves(r, fabric, rank)
     mine = rank_parameters(model, r, rank)
-    root = mine - layers * layer_share(model, n)
+    root = root_parameters(model, r, rank)
     copies = 0.0
     if r.sharding == "full":
         cut = (r.shard_ranks - 1) / r.shard_ranks
