@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 from itertools import product
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -175,22 +176,36 @@ def test_a_split_group_counts_its_smallest_part() -> None:
     assert group(Cluster(GB200, 16, 4, NDR, 72), stride=1, size=64) == Group(64, 64)
 
 
-def test_gradients_of_learned_positions_are_charged() -> None:
-    """They are most of this model's data-parallel traffic, which the step cannot be shorter than."""
-    model = OtherModel(
-        vocab_size=256,
-        hidden_size=2560,
-        intermediate_size=1280,
-        num_hidden_layers=8,
-        num_attention_heads=40,
-        num_key_value_heads=8,
-        head_dim=64,
-        gated=False,
-        learned_positions=2048,
-        layer_vectors=5120,
-        layer_norms=5120,
-    )
-    recipe = Recipe(1024, 1, 1, Layout(tensor=8), context=2, sharding="optimizer")
+@pytest.mark.parametrize("sharding", ["optimizer", "full"])
+def test_learned_positions_are_charged_like_other_weights(sharding: Literal["optimizer", "full"]) -> None:
+    """A step that moves them over the network is longer for them."""
+    wide = {"vocab_size": 256, "hidden_size": 2560, "intermediate_size": 1280, "num_hidden_layers": 8}
+    model = OtherModel(**wide, num_attention_heads=40, num_key_value_heads=8, head_dim=64)  # type: ignore[arg-type]
+    recipe = Recipe(1024, 2, 1, Layout(shard=2, tensor=8), sharding=sharding)
     cluster = Cluster(gpu("A100-40GB SXM"), 2, 8, find_network("RoCE 4x100"))
-    found = predict(model, recipe, cluster, stack="llama-3")
-    assert found.traffic.leaving.sent / found.step_s <= 6.25e9
+    without, found = (
+        predict(m, recipe, cluster, stack="torchtitan")
+        for m in (model, replace(model, learned_positions=2048))
+    )
+    sent = found.traffic.leaving.sent - without.traffic.leaving.sent
+    assert sent > 0
+    assert found.step_s - without.step_s >= sent / 6.25e9
+
+
+def test_a_large_embedding_is_reduced_as_often_as_layers() -> None:
+    """By a stack that reduces in every microbatch: most of what this model sends."""
+    model = replace(MODEL, num_hidden_layers=2)
+    recipe = Recipe(1024, 32, 1, Layout(shard=2, tensor=8), sharding="full", reshard=False)
+    cluster = Cluster(gpu("A100-40GB SXM"), 2, 8, find_network("RoCE 4x100"))
+    found = predict(model, recipe, cluster, stack="torchtitan")
+    assert found.step_s >= found.traffic.leaving.data / (6.25e9 * 0.95)
+
+
+def test_messages_overlap_with_no_more_than_a_stage_computes() -> None:
+    """Thin layers on a slow network: stages mostly send."""
+    sizes = {"vocab_size": 256, "hidden_size": 512, "intermediate_size": 256, "num_hidden_layers": 8}
+    model = OtherModel(**sizes, num_attention_heads=8, num_key_value_heads=8, head_dim=64)  # type: ignore[arg-type]
+    layout = Layout(pipeline=4, shard=2, replicate=2, stages_per_rank=2, schedule="interleaved-1f1b")
+    cluster = Cluster(H100, 2, 8, find_network("RoCE 4x100"))
+    found = predict(model, Recipe(1024, 256, 2, layout, sharding="none"), cluster, stack="megascale")
+    assert found.step_s >= found.traffic.leaving.pipeline / 6.25e9

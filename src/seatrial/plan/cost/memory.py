@@ -117,7 +117,7 @@ def rank_parameters(model: Architecture, recipe: Recipe, rank: int) -> float:
 
 
 def root_parameters(model: Architecture, recipe: Recipe, rank: int) -> float:
-    """Those outside layers: embeddings, last norm, head."""
+    """As `rank_parameters`, without those of layers: embeddings, last norm, head."""
     layers = sum(recipe.layout.rank_layers(rank, model.num_hidden_layers))
     return rank_parameters(model, recipe, rank) - layers * layer_share(model, recipe.layout.tensor)
 

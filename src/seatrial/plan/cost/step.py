@@ -109,7 +109,7 @@ def step_parts(
     w = work(model, recipe, fabric, stack, pace * slowest(recipe.world), factors)
     layout, layers = recipe.layout, model.num_hidden_layers
     counts = layout.layer_counts(layers)
-    p2p = _send(model, recipe, fabric, stack)
+    p2p = _send(model, recipe, fabric, stack, w)
     gathers = _gathered_layer(model, recipe, fabric, stack, w)
     times = [_stage(w, counts, s, p2p, gathers) for s in range(layout.stages)]
     schedule = schedule_named(layout.schedule)
@@ -157,8 +157,8 @@ def _stage(
     return Times(f, b)
 
 
-def _send(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Stack) -> float:
-    """Exposed seconds of sending one microbatch to the next stage."""
+def _send(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Stack, w: Work) -> float:
+    """Exposed seconds of sending one microbatch to the next stage, or its gradient back."""
     if recipe.layout.pipeline == 1:
         return 0.0
     n_bytes = _hidden_bytes(model, recipe)
@@ -166,7 +166,9 @@ def _send(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Stack) -> 
     across = sum(_leaves(recipe, fabric, rank) for rank in borders) / len(borders)
     seconds = fabric.send(n_bytes, across=True) * across if across else 0.0
     seconds += fabric.send(n_bytes, across=False) * (1 - across)
-    seconds *= 1 - stack.hide_pipeline
+    # A stage's forward or backward pass, their mean, is what a message can overlap with.
+    compute = (w.forward + w.backward + w.again).total / 2 * model.num_hidden_layers / recipe.layout.stages
+    seconds -= min(seconds, compute) * stack.hide_pipeline
     if not recipe.sequence_parallel:
         seconds += fabric.seconds("all_gather", n_bytes * recipe.layout.tensor, tensor_group(recipe, fabric))
     return seconds
@@ -288,8 +290,7 @@ def _once(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Stack, w: 
         before = gathers_a_step(recipe)[0]
         seconds = fabric.seconds("all_gather", 2.0 * each, at) * before
         scatter, copies = _reduction(each, recipe, fabric, stack)
-        # Stacks that always reduce in every microbatch were calibrated with one.
-        scatter *= recipe.microbatches if recipe.accumulate == "sharded" else 1
+        scatter, copies = scatter * _reductions(recipe, stack), copies * _sums(recipe, stack)
         return _Data(seconds + scatter + copies, 0.0)
     at = data_group(recipe, fabric)
     if at.size == 1:
