@@ -5,6 +5,7 @@ And an S3-compatible service for those that want one; they carry the mark `clust
 
 from __future__ import annotations
 
+import signal
 import uuid
 from collections.abc import Iterator
 
@@ -15,6 +16,8 @@ from moto_server import MotoServer
 
 settings.register_profile("seatrial", deadline=None)
 settings.load_profile("seatrial")
+# A shell script's background jobs ignore it, and so would the commands that tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Files are handed to test processes in this order, then all others: one that begins late alone makes the others wait.
 _FIRST = (
