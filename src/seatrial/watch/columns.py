@@ -45,9 +45,12 @@ class ColumnCacheWriter:
                 complain(f"column cache of {path.name} not written: {error}")
                 del self._files[path, cls]
         if not behind:
-            for file in self._stale:
-                file.unlink(missing_ok=True)
-            self._stale.clear()
+            stale, self._stale = self._stale, set()
+            try:
+                for file in stale:
+                    file.unlink(missing_ok=True)
+            except OSError as error:
+                complain(f"old column cache not deleted: {error}")
 
     def _add(self, path: Path, cls: Any, cached: _Cached) -> bool:
         """Whether a whole piece was cached, after which there may be more."""

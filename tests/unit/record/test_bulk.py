@@ -181,6 +181,17 @@ def test_a_piece_that_grows_replaces_its_columns(tmp_path: Path, monkeypatch: py
     assert files[-1] - set(keep_all(folder)), "what another process had of a piece that grew is deleted"
 
 
+def test_what_cannot_be_deleted_does_not_end_the_monitor(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder(tmp_path)
+    (folder.columns / "a-folder").mkdir(parents=True)
+    writer = ColumnCacheWriter(folder)
+    writer.poll(0.0)
+    writer.poll(1.0)
+    assert capfd.readouterr().err.count("old column cache not deleted") == 1
+
+
 def test_a_ledger_of_an_older_version_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its lines have no `skipped`, which Arrow gives as objects."""
     monkeypatch.setattr(jsonl, "PIECE_BYTES", 1500)
