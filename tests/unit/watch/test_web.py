@@ -362,3 +362,11 @@ def test_an_open_alert_needs_attention(tmp_path: Path) -> None:
         )
     assert "celsius 91.5" in str(now(polled)["attention"])
     assert now(PolledRunReader(folder).poll())["attention"][0]["what"].startswith("stopped")
+
+
+def test_a_run_read_while_the_server_ends_is_not_an_error() -> None:
+    """The threads that read runs are not waited for."""
+    loop = asyncio.new_event_loop()
+    feed = Feed(loop)
+    loop.close()
+    feed.publish({"step": 1})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
@@ -39,7 +40,8 @@ class Feed:
         changed = {key: value for key, value in new.items() if self._document.get(key) != value}
         if changed:
             self._document = new
-            self._loop.call_soon_threadsafe(self._sent, changed)
+            with contextlib.suppress(RuntimeError):  # the server ended while a run was read: its loop is closed
+                self._loop.call_soon_threadsafe(self._sent, changed)
 
     def end(self) -> None:
         """End all streams. Called in the event loop's thread."""
