@@ -40,7 +40,9 @@ class Feed:
         changed = {key: value for key, value in new.items() if self._document.get(key) != value}
         if changed:
             self._document = new
-            with contextlib.suppress(RuntimeError):  # the server ended while a run was read: its loop is closed
+            with contextlib.suppress(
+                RuntimeError
+            ):  # the server ended while a run was read: its loop is closed
                 self._loop.call_soon_threadsafe(self._sent, changed)
 
     def end(self) -> None:
