@@ -32,7 +32,7 @@ WATCH = """
 telemetry_every_s = 1
 metrics_port = {port}
 alertmanager = "{alertmanager}"
-alerts = {{ throughput_drop = {{ limit = 0.5, clear = 0.6, steps = 5, before = 20, for_s = 0, clear_s = 0 }} }}
+alerts = {{ throughput_drop = {{ limit = 0.2, clear = 0.4, steps = 15, before = 60, for_s = 0, clear_s = 0 }} }}
 """
 BRAKE = """
 import time
@@ -43,7 +43,7 @@ class Brake:
 
     def __call__(self, record):
         if self._pulled.exists():
-            time.sleep(0.5)
+            time.sleep(1)
 """
 
 
@@ -62,23 +62,25 @@ class Live:
         alerts = [e["data"] for e in events if e["kind"] == "alert"]
         return [alert["state"] for alert in alerts if alert["rule"] == "throughput_drop"]
 
-    def stop_monitor(self) -> list[str]:
-        """Stop its process by a signal; returns the events about it."""
-        pids = []
-        for pid in self.run.processes():
-            with contextlib.suppress(OSError):  # it has ended
-                if b"seatrial.watch.monitor" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    pids.append(pid)
+    def stop_monitor(self) -> set[str]:
+        """Stop its process by a signal; returns the events about it, which two processes report."""
+        until = time.monotonic() + 60
+        pids: list[int] = []
+        while not pids and time.monotonic() < until:
+            time.sleep(0.1)  # it starts 3 s after the first step
+            for pid in self.run.processes():
+                with contextlib.suppress(OSError):  # it has ended
+                    if b"seatrial.watch.monitor" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                        pids.append(pid)
         (pid,) = pids
         os.kill(pid, signal.SIGSTOP)
         kinds = ("process_stopped", "monitor_failed")
         path = self.run.folder / "runs/small/events.jsonl"
         found: list[str] = []
-        until = time.monotonic() + 60
         while len(found) < 2 and time.monotonic() < until:
             time.sleep(0.1)  # a file that is appended to wakes nobody
             found = [f"{e['kind']}: {e['message']}" for e in records(path) if e["kind"] in kinds]
-        return [text.replace(str(pid), "PID") for text in found]
+        return {text.replace(str(pid), "PID") for text in found}
 
 
 @pytest.fixture
@@ -124,12 +126,11 @@ def live(folder: Path, start: Callable[..., Run], monkeypatch: pytest.MonkeyPatc
 def test_a_throughput_drop_reaches_a_webhook(live: Live) -> None:
     """By our delivery and, of the same drop, by Prometheus' own rule."""
     live.prometheus.wait("seatrial_run_checkpoint_step >= 20")
-    assert live.stop_monitor() == [
+    assert live.stop_monitor() == {
         "process_stopped: node 0: the monitor (process PID) has been stopped by a signal for 5 s: killed",
         "monitor_failed: the monitor's process was killed by SIGKILL; it is started again; the run continues",
-    ]
-    # A busy machine may slow the run before the brake does: such alerts come and go in pairs.
-    before = len(live.states()) // 2 * 2
+    }
+    assert live.states() == []  # a busy machine does not slow the median of 15 steps to a fifth
     live.brake.touch()
     ours = live.alertmanager.wait(
         lambda alert: (
@@ -139,7 +140,7 @@ def test_a_throughput_drop_reaches_a_webhook(live: Live) -> None:
     )
     assert ours["annotations"]["summary"].startswith("tokens/s have dropped: by ")
     assert seatrial(live.run.folder, *ours["annotations"]["command"].split()[1:]).returncode == 0
-    assert live.states()[before:] == ["firing"]
+    assert live.states() == ["firing"]
     theirs = live.alertmanager.wait(
         lambda alert: (
             alert["labels"]["alertname"] == "SeatrialThroughputDrop" and "source" not in alert["labels"]
@@ -162,4 +163,4 @@ def test_a_throughput_drop_reaches_a_webhook(live: Live) -> None:
             and alert["status"] == "resolved"
         )
     )
-    assert live.states()[before:] == ["firing", "resolved"]
+    assert live.states() == ["firing", "resolved"]

@@ -288,7 +288,7 @@ def test_a_stopped_agent_does_not_hold_up_the_end(start: Start) -> None:
     os.kill(cluster.ranks[0].pid, signal.SIGKILL)
     result = cluster.result()
     assert result["outcome"]["failure"]["message"] == "rank 0 on node 0 was killed by SIGKILL"
-    assert result["end"] - killed_at < 5
+    assert result["end"] - killed_at < 10  # 4 s on a quiet machine; the agent never answers
     assert cluster.left() == []
 
 

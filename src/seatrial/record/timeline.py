@@ -359,19 +359,22 @@ class _Sweep:
         why, owner = self._gaps(first, end, before, ends, gap)
         gap[why < 0] = 0.0
         gap += validated
-        # Per step: the validation of the previous step, the gap to it, the step, and its loss from fewer nodes.
-        full = self._slots / self._most_slots if self._most_slots else 1.0
-        table = np.stack(
-            [before + validated, before + gap, ends - (1 - full) * (ends - before - gap), ends], axis=1
-        )
-        work = np.where(steps.redone[first:end], REDONE, PRODUCTIVE)
-        of_validation = np.where(previous_redone, REDONE, VALIDATION)
-        causes = np.stack(
-            [of_validation, np.maximum(why, 0), work, np.where(work == REDONE, REDONE, SHRUNK)], axis=1
-        )
         # Until it is known what made them be done again: the step that did so, below -1.
         by = np.where(steps.redone[first:end], -3 - steps.by[first:end], -1)
-        owners = np.stack([np.where(previous_redone, np.roll(by, 1), -1), owner, by, by], axis=1)
+        work = np.where(steps.redone[first:end], REDONE, PRODUCTIVE)
+        # Per step: (end, cause, owner) of the validation of the previous step, the gap to it, the step, and its loss from
+        # fewer nodes; without those that no step has, as most.
+        parts = []
+        if validated.any():
+            of_validation = np.where(previous_redone, REDONE, VALIDATION)
+            parts.append((before + validated, of_validation, np.where(previous_redone, np.roll(by, 1), -1)))
+        if gap.any():
+            parts.append((before + gap, np.maximum(why, 0), owner))
+        full = self._slots / self._most_slots if self._most_slots else 1.0
+        parts.append((ends - (1 - full) * (ends - before - gap), work, by))
+        if full < 1:
+            parts.append((ends, np.where(work == REDONE, REDONE, SHRUNK), by))
+        table, causes, owners = (np.stack(each, axis=1) for each in zip(*parts, strict=True))
         used = np.diff(table, axis=1, prepend=before[:, None]) > 0
         self._add(table[used], causes[used], owners[used])
         self.at = float(ends[-1])
