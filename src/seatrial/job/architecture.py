@@ -94,14 +94,19 @@ class Architecture:
         """Parameters of one layer in matrix products."""
         return self._layer_matrix_parameters
 
-    @cached_property
-    def _layer_matrix_parameters(self) -> int:
-        # Cached: a search of layouts asks some hundred thousand times.
-        return sum(a * b for a, b in self.matrices())
-
     def layer_parameters(self) -> int:
         """Parameters of one decoder layer."""
-        return self.layer_matrix_parameters() + self.layer_vectors
+        return self._layer_parameters
+
+    # Cached: a search of layouts asks some hundred thousand times.
+
+    @cached_property
+    def _layer_matrix_parameters(self) -> int:
+        return sum(a * b for a, b in self.matrices())
+
+    @cached_property
+    def _layer_parameters(self) -> int:
+        return self._layer_matrix_parameters + self.layer_vectors
 
     def embedding_parameters(self) -> int:
         """Parameters of the embedding; those of the head are as many."""

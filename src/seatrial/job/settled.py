@@ -30,6 +30,14 @@ def provisional(job: Job) -> Job:
     return replace(job, file=file, layout=Layout(shard=at.nodes * at.gpus_per_node))
 
 
+def reopened(job: Job) -> Job:
+    """`job` with `train.accumulate` open again if the planner chose it: a search compares both values."""
+    if job.chosen is None or job.wrote("train.accumulate"):
+        return job
+    train = job.train.model_copy(update={"accumulate": "auto"})
+    return replace(job, file=job.file.model_copy(update={"train": train}))
+
+
 def settled(
     job: Job,
     parallel: ParallelSection,
@@ -40,9 +48,9 @@ def settled(
 
     Raises InputError, located at `parallel`, with every rule that it breaks: an earlier start's choice may break some.
     """
-    file = job.file.model_copy(
-        update={"parallel": parallel, "train": job.train.model_copy(update=dict(train))}
-    )
+    written = job.train.model_fields_set - {key for key in CHOSEN_TOO if not fixed(job, key)}
+    section = job.train.model_construct(_fields_set=written, **{**dict(job.train), **train})
+    file = job.file.model_copy(update={"parallel": parallel, "train": section})
     layout, findings = resolve_layout(file)
     if not findings:
         facts = Facts(file, job.architecture, layout)

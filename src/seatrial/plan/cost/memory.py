@@ -16,7 +16,7 @@ unfused scores, s b h (34 + 5 a s / h).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from seatrial.job.architecture import Architecture
@@ -65,8 +65,8 @@ class Memory:
     @property
     def allocated(self) -> float:
         """Peak memory as torch's allocator reports it."""
-        whole: float = sum(getattr(self, f.name) for f in fields(self))
-        return whole - self.runtime - self.streams
+        held = self.states + self.gathered + self.unsharded_gradients
+        return held + self.activations + self.logits + self.messages
 
     @property
     def reserved(self) -> float:
@@ -129,14 +129,16 @@ def rank_memory(model: Architecture, recipe: Recipe, stack: Stack, rank: int) ->
     gradients being reduced), the end of the last backward pass (gradients, one layer), metrics that read logits after it,
     and the end of a microbatch's backward pass in the first stage of a pipeline (the embedding's gradient).
     """
-    points = [_backward(model, recipe, stack, rank), _end(model, recipe, stack, rank)]
+    base = _base(model, recipe, stack, rank)
+    end = _end(base, model, recipe, stack, rank)
+    points = [_backward(base, model, recipe, stack, rank), end]
     if rank == recipe.layout.pipeline - 1:
-        points.append(_loss(model, recipe, stack, rank))
+        points.append(_loss(base, model, recipe, stack, rank))
         if stack.metrics:
-            points.append(_metrics(model, recipe, stack, rank))
+            points.append(_metrics(end, model, recipe, stack, rank))
     ends = (0, recipe.layout.pipeline - 1) if stack.name in OURS else (0,)
     if rank in ends and recipe.layout.pipeline > 1 and recipe.accumulate == "sharded":
-        points.append(_embedding(model, recipe, stack, rank))
+        points.append(_embedding(base, model, recipe, stack, rank))
     highest = max(points, key=lambda m: m.allocated)
     if recipe.sharding != "full" or recipe.shard_ranks * recipe.layout.replicate == 1:
         return highest
@@ -147,8 +149,7 @@ def rank_memory(model: Architecture, recipe: Recipe, stack: Stack, rank: int) ->
     return replace(highest, streams=spare)
 
 
-def _loss(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> Memory:
-    base = _base(model, recipe, stack, rank)
+def _loss(base: Memory, model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> Memory:
     layout = recipe.layout
     columns = model.vocab_size / layout.tensor
     waiting = _waiting(model, recipe, stack, rank)
@@ -170,15 +171,13 @@ def _loss(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> Memor
     )
 
 
-def _metrics(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> Memory:
+def _metrics(end: Memory, model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> Memory:
     """Memory when training metrics read the logits after the backward pass: activations are freed."""
     held = stack.metrics * recipe.tokens * model.vocab_size / recipe.layout.tensor
-    end = _end(model, recipe, stack, rank)
     return replace(end, gathered=_gathered(model, recipe, rank, layers=0), activations=0.0, logits=held)
 
 
-def _backward(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> Memory:
-    base = _base(model, recipe, stack, rank)
+def _backward(base: Memory, model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> Memory:
     layer = layer_share(model, recipe.layout.tensor)
     whole = layer_activations(model, recipe, stack)
     # A recomputed layer keeps all its activations; otherwise only gradients of activations are added.
@@ -200,12 +199,12 @@ def _backward(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> M
     )
 
 
-def _embedding(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> Memory:
+def _embedding(base: Memory, model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> Memory:
     """Memory when the first or last stage reduces the embedding's or head's gradient, with other microbatches in flight.
 
     It exists three times: as computed, as accumulated, and in fp32 for the reduction (traced).
     """
-    base, layout = _base(model, recipe, stack, rank), recipe.layout
+    layout = recipe.layout
     at = (layout.pipeline, layout.stages_per_rank, recipe.microbatches, rank)
     held = schedule_named(layout.schedule).in_flight(*at)
     copies = (2 * recipe.width + 4) * model.embedding_parameters() / layout.tensor
@@ -217,8 +216,7 @@ def _embedding(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> 
     )
 
 
-def _end(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> Memory:
-    base = _base(model, recipe, stack, rank)
+def _end(base: Memory, model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> Memory:
     own = stack.state_bytes[1] * rank_parameters(model, recipe, rank) / recipe.shard_ranks
     return replace(
         base,

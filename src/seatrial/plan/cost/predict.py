@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 
 from seatrial.hardware.mfu import mfu
 from seatrial.job.architecture import Architecture
@@ -43,14 +43,19 @@ class Prediction:
     waterfall: tuple[Share, ...]
     memory: Memory
     room: float  # bytes available to a process on one GPU
-    traffic: Traffic
     pace: Pace
     provenance: tuple[str, ...]
+    _of: tuple[Architecture, Recipe, Fabric, Stack]
 
     @property
     def fits(self) -> bool:
         """Whether the predicted memory is available; `verdict` also considers the margin."""
         return self.memory.reserved <= self.room
+
+    @cached_property
+    def traffic(self) -> Traffic:
+        """Of a step. A search needs that of few layouts."""
+        return traffic(*self._of)
 
     @property
     def verdict(self) -> MemoryFit:
@@ -64,14 +69,19 @@ def stack_for(recipe: Recipe, name: str | Stack = "seatrial") -> Stack:
         return name
     if name == "seatrial" and recipe.compiled:
         name = "seatrial-compiled"
+    return _stack(name, recipe.optimizer, recipe.accumulate == "sharded" and recipe.microbatches > 1)
+
+
+@cache
+def _stack(name: str, optimizer: str, sharded: bool) -> Stack:
     stack = stacks()[name]
-    if recipe.accumulate == "sharded" and recipe.microbatches > 1:
+    if sharded:
         # FSDP2 that reduces in every microbatch accumulates shards, which are small.
         stack = replace(stack, accumulate=stacks()["torchtitan"].accumulate)
-    if recipe.optimizer == ADAMW.name:
+    if optimizer == ADAMW.name:
         return stack
     # stacks.toml assumes AdamW. Each state is read and written once an update.
-    more = optimizer_named(recipe.optimizer).state_bytes - ADAMW.state_bytes
+    more = optimizer_named(optimizer).state_bytes - ADAMW.state_bytes
     weights, gradients, states = stack.state_bytes
     return replace(
         stack, state_bytes=(weights, gradients, states + more), optimizer=stack.optimizer + 2 * more
@@ -110,9 +120,9 @@ def predict(
         waterfall=waterfall(model, recipe, parts, peak),
         memory=held,
         room=capacity(cluster),
-        traffic=traffic(model, recipe, fabric, behaviour),
         pace=pace,
         provenance=_provenance(cluster, behaviour, pace),
+        _of=(model, recipe, fabric, behaviour),
     )
 
 

@@ -11,6 +11,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 
 from seatrial.job.architecture import Architecture
@@ -18,6 +19,7 @@ from seatrial.job.job import Job
 from seatrial.job.layout import Layout
 from seatrial.job.numbers import divisors
 from seatrial.job.schedules import SCHEDULES
+from seatrial.job.settled import reopened
 from seatrial.plan.cost.accumulate import accumulate_options, adapted
 from seatrial.plan.cost.calibration import ROWS, Calibration
 from seatrial.plan.cost.memory import memory
@@ -37,6 +39,9 @@ TIE_MARGIN = ROWS
 # A layout that needs more than this many times the memory of a GPU is not considered further.
 MOST_OVER = 2.0
 LEAST_TOKENS = 8192  # of a sequence on one rank: shorter ones need no context parallel
+
+# After `parallel = "auto"` the plan searches the same layouts again.
+predicted = lru_cache(maxsize=1 << 13)(predict)
 
 
 @dataclass(frozen=True)
@@ -97,10 +102,14 @@ def search(
             if key not in kept or found.step_s < kept[key].prediction.step_s:
                 kept[key] = Choice(recipe, found, limit(found, room))
 
+    either = reopened(job)
+    roomy: Recipe | None = None  # the last layout that fits with margin as it is
     for layout in legal(job, cluster, refused, microbatches, recomputes, stack):
         tried += 1
+        # Recomputation only saves memory, which the layout without it may not need.
+        needless = roomy is not None and roomy == replace(layout, recompute="none")
         fits = False
-        for recipe in accumulate_options(job, layout, stack):
+        for place, recipe in enumerate(accumulate_options(either, layout, stack)):
             needs = memory(model, recipe, stack_for(recipe, stack)).reserved
             least = min(least, needs)
             if needs > room:
@@ -108,12 +117,16 @@ def search(
                     outsized.append(recipe)
                 continue
             fits = True
-            found = predict(model, recipe, cluster, calibration=calibration, stack=stack)
+            if needless:
+                break
+            found = predicted(model, recipe, cluster, calibration=calibration, stack=stack)
             take(recipe, found)
             if can_overlap(recipe, behaviour := stack_for(recipe, stack)):
                 least_s = step_lower_bound(model, recipe, behaviour, found)
                 waiting[pair(recipe)].append((least_s, recipe))
             if found.verdict.sure:
+                if not place:
+                    roomy = layout
                 break  # the other value only saves memory
         too_large += not fits
     for key, plain in waiting.items():
@@ -124,7 +137,7 @@ def search(
             recipe = replace(recipe, async_tensor=True)
             if refusal(job, cluster, recipe) is not None:
                 continue
-            found = predict(model, recipe, cluster, calibration=calibration, stack=stack)
+            found = predicted(model, recipe, cluster, calibration=calibration, stack=stack)
             if found.fits:
                 take(recipe, found)
     mine = None
