@@ -209,3 +209,13 @@ def test_messages_overlap_with_no_more_than_a_stage_computes() -> None:
     cluster = Cluster(H100, 2, 8, find_network("RoCE 4x100"))
     found = predict(model, Recipe(1024, 256, 2, layout, sharding="none"), cluster, stack="megascale")
     assert found.step_s >= found.traffic.leaving.pipeline / 6.25e9
+
+
+def test_interleaved_messages_also_return_to_the_first_rank() -> None:
+    """Of the seven borders of eight stages on four ranks in two domains, three leave a domain: two in the middle, one back."""
+    layout = Layout(pipeline=4, shard=36, stages_per_rank=2, schedule="interleaved-1f1b")
+    recipe, cluster = Recipe(4096, 36 * 8, 1, layout), Cluster(GB200, 36, 4, NDR, 72)
+    fabric, stack = Fabric.of(cluster, recipe), replace(stack_for(recipe), hide_pipeline=0.0)
+    across, within = (fabric.send(2 * 4096 * MODEL.hidden_size, across=each) for each in (True, False))
+    found = predict(MODEL, recipe, cluster, stack=stack)
+    assert found.parts.pipeline == pytest.approx(2 * 8 / 4 * (3 * across + 4 * within))

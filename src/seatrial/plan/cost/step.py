@@ -162,8 +162,8 @@ def _send(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Stack, w: 
     if recipe.layout.pipeline == 1:
         return 0.0
     n_bytes = _hidden_bytes(model, recipe)
-    borders = range(recipe.layout.pipeline - 1)
-    across = sum(_leaves(recipe, fabric, rank) for rank in borders) / len(borders)
+    borders = range(recipe.layout.stages - 1)
+    across = sum(_leaves(recipe, fabric, stage % recipe.layout.pipeline) for stage in borders) / len(borders)
     seconds = fabric.send(n_bytes, across=True) * across if across else 0.0
     seconds += fabric.send(n_bytes, across=False) * (1 - across)
     # A stage's forward or backward pass, their mean, is what a message can overlap with.
