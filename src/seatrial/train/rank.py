@@ -144,14 +144,14 @@ def load(
     mesh: Mesh,
     resume: Resume,
     loader: BatchLoader,
-    worth: Callable[[int], bool] = lambda step: True,
+    accept: Callable[[int], bool] = lambda step: True,
 ) -> tuple[ParallelModel, ShardedOptimizer, Progress] | None:
-    """Model and optimizer from the newest undamaged checkpoint whose step `worth` accepts; None if there is none.
+    """Model and optimizer from the newest undamaged checkpoint whose step passes `accept`; None if there is none.
 
     All ranks call it. Raises RunFailed if the checkpoint's next sample is not this job's.
     """
     built = None
-    while (step := resume.find_newest()) and worth(step):
+    while (step := resume.find_newest()) and accept(step):
         built = built or build(job, mesh, Unfilled())
         progress = resume.fill(partial(state.restore, *built))
         if progress is None:
