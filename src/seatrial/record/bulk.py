@@ -10,7 +10,7 @@ Parsing the JSON of a month takes a second, so the monitor of a run keeps the co
 from __future__ import annotations
 
 import contextlib
-import io
+import json
 import types
 import typing
 from functools import cache
@@ -22,14 +22,14 @@ import xxhash
 from numpy.typing import NDArray
 
 from seatrial.base import atomic
-from seatrial.base.files import open_file
+from seatrial.base.files import open_file, parse_json
 from seatrial.record.typed import LAST_TIME
 
 Columns = dict[str, NDArray[Any]]
 
 _BLOCK_BYTES = 1 << 20  # parsed by one thread
 _DIGEST_BYTES = 16
-_KEPT = ("<i8", "<f8", "|b1")  # types of kept columns, as numpy writes them
+_KEPT = frozenset({"<i8", "<f8", "|b1"})  # types of kept columns, as numpy writes them
 
 
 def columns(cls: Any, data: bytearray, kept: Path) -> Columns | None:
@@ -58,14 +58,11 @@ def keep(cls: Any, path: Path, offset: int, size: int, kept: Path) -> tuple[int,
         found = _parse(cls, data)
         # A truth value that older versions left out is None: an object, which needs a pickle.
         if found is not None and all(values.dtype.str in _KEPT for values in found.values()):
-            table = np.empty(len(found["step"]), [(name, values.dtype) for name, values in found.items()])
-            for name, values in found.items():
-                table[name] = values
-            content = io.BytesIO()
-            np.save(content, table, allow_pickle=False)
+            head = {"rows": len(found["step"]), "columns": [(k, v.dtype.str) for k, v in found.items()]}
+            # Column by column, as they are read: a field of a table of records is spread over all of it.
+            content = b"".join([json.dumps(head).encode(), b"\n", *(v.tobytes() for v in found.values())])
             kept.mkdir(parents=True, exist_ok=True)
-            digest = xxhash.xxh3_128_digest(content.getvalue())
-            atomic.write_bytes(target, digest + content.getvalue(), durable=False)
+            atomic.write_bytes(target, xxhash.xxh3_128_digest(content) + content, durable=False)
     return offset + len(data), target
 
 
@@ -75,38 +72,40 @@ def _path(kept: Path, data: bytes | bytearray) -> Path:
 
 def _load(path: Path, cls: Any, data: bytes | bytearray) -> Columns | None:
     """None: nothing is kept of `data`, by another version, or it is damaged. Allocates no more than the file has."""
-    with contextlib.suppress(OSError, ValueError, EOFError):
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
         with open(open_file(path), "rb") as f:
             content = f.read(len(data))  # JSON takes more than numbers do
         if xxhash.xxh3_128_digest(memoryview(content)[_DIGEST_BYTES:]) != content[:_DIGEST_BYTES]:
             return None
-        file = io.BytesIO(content)
-        file.seek(_DIGEST_BYTES)
-        if np.lib.format.read_magic(file) != (1, 0):
+        end = content.index(b"\n", _DIGEST_BYTES)
+        head = parse_json(content[_DIGEST_BYTES:end])
+        rows, kinds = int(head["rows"]), dict(head["columns"])
+        names = [f.name for f in _fields(typing.cast(Any, cls))]
+        if rows < 0 or [*kinds] != names or not _KEPT.issuperset(kinds.values()):
             return None
-        shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-        names = tuple(f.name for f in _fields(typing.cast(Any, cls)))
-        if dtype.names != names or any(dtype[name].str not in _KEPT for name in names):
-            return None
-        table = np.frombuffer(content, dtype, offset=file.tell())
         # The name says of which lines it is: counting them takes as long as reading the file.
-        return {name: table[name] for name in names} if shape == table.shape else None
+        found: Columns = {}
+        at = end + 1
+        for name, kind in kinds.items():
+            found[name] = np.frombuffer(content, kind, rows, at)
+            at += found[name].nbytes
+        return found if at == len(content) else None
     return None
 
 
 def _parse(cls: Any, data: bytes) -> Columns | None:
     """Like `columns`, parsed from the JSON."""
     import pyarrow as pa
-    from pyarrow import json
+    from pyarrow.json import ParseOptions, ReadOptions, read_json
 
     fields, lines = _fields(typing.cast(Any, cls)), data.count(b"\n")
     kinds = {int: pa.int64(), float: pa.float64(), bool: pa.bool_()}
     schema = pa.schema([(f.name, kinds[f.kind]) for f in fields])
     try:
-        table = json.read_json(
+        table = read_json(
             pa.BufferReader(data),
-            read_options=json.ReadOptions(block_size=_BLOCK_BYTES),
-            parse_options=json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore"),
+            read_options=ReadOptions(block_size=_BLOCK_BYTES),
+            parse_options=ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore"),
         )
     except pa.ArrowInvalid:
         return None

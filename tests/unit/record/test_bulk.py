@@ -206,33 +206,30 @@ def test_a_ledger_of_an_older_version_is_not_kept(tmp_path: Path, monkeypatch: p
 
 
 def test_forged_columns_are_not_used(tmp_path: Path) -> None:
-    """Whose own digest is right: of other types, shapes and files."""
+    """Whose own digest is right: of other fields, types and lengths."""
     data = b"".join(encode(vars(LedgerRecord(n, 8 * n - 8, 8 * n, 1))) for n in range(1, 40))
     path, names = tmp_path / xxhash.xxh3_128_hexdigest(data), list(vars(LedgerRecord(1, 0, 8, 1)))
-    right = np.zeros(39, [(name, "<i8") for name in names])
-    huge, archive = io.BytesIO(), io.BytesIO()
-    np.lib.format.write_array_header_1_0(
-        huge, {"descr": right.dtype.descr, "fortran_order": False, "shape": (1 << 60,)}
-    )
-    np.savez(archive, right)
-    forged = [
-        *(np.zeros(39), np.zeros((39, 2), right.dtype), np.zeros(39, [(n, "U1") for n in names])),
-        np.zeros(39, [(n, [("x", "<i8")]) for n in names]),
-        np.zeros(39, [(n, ">f8") for n in names]),
+    right = [(name, "<i8") for name in names]
+    numbers = bytes(39 * 8 * len(names))
+
+    def kept(columns: object, rows: object = 39, numbers: bytes = numbers) -> bytes:
+        return json.dumps({"rows": rows, "columns": columns}).encode() + b"\n" + numbers
+
+    saved = io.BytesIO()
+    np.save(saved, np.zeros(39, right))  # as older versions kept them
+    contents = [
+        *(saved.getvalue(), b"", b"\n", b"[]\n", b"{}\n", b"\xff\n", b"[" * 100_000 + b"\n", numbers),
+        *(kept(right, rows) for rows in (38, 40, -1, 1 << 60, 1 << 80, 1e999, None, [39], "")),
+        *(kept(right[:-1]), kept([*right, ("more", "<i8")]), kept(right[::-1])),
+        *(kept([(name, kind) for name in names]) for kind in (">f8", "O", "<U2", "<i4", "", None, [1])),
+        *(kept(names), kept(None), kept(39), kept(right, numbers=b""), kept(right, numbers=numbers + b"x")),
     ]
-    contents = [huge.getvalue(), archive.getvalue(), b"", b"\x93NUMPY"]
-    for array in forged:
-        file = io.BytesIO()
-        np.save(file, array)
-        contents.append(file.getvalue())
     for content in contents:
         path.write_bytes(xxhash.xxh3_128_digest(content) + content)
         found = bulk.columns(LedgerRecord, bytearray(data), tmp_path)
         assert found is not None
         assert found["step"].tolist() == list(range(1, 40)), content[:200]
-    file = io.BytesIO()
-    np.save(file, right)
-    path.write_bytes(xxhash.xxh3_128_digest(file.getvalue()) + file.getvalue())
+    path.write_bytes(xxhash.xxh3_128_digest(kept(right)) + kept(right))
     found = bulk.columns(LedgerRecord, bytearray(data), tmp_path)
     assert found is not None
     assert not found["step"].any(), "this one would be used"
