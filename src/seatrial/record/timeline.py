@@ -363,7 +363,7 @@ class _Sweep:
         by = np.where(steps.redone[first:end], -3 - steps.by[first:end], -1)
         work = np.where(steps.redone[first:end], REDONE, PRODUCTIVE)
         # Per step: (end, cause, owner) of the validation of the previous step, the gap to it, the step, and its loss from
-        # fewer nodes; without those that no step has, as most.
+        # fewer nodes. A part that no step of the block has, which is usual, is left out.
         parts = []
         if validated.any():
             of_validation = np.where(previous_redone, REDONE, VALIDATION)

@@ -106,7 +106,7 @@ def search(
     roomy: Recipe | None = None  # the last layout that fits with margin as it is
     for layout in legal(job, cluster, refused, microbatches, recomputes, stack):
         tried += 1
-        # Recomputation only saves memory, which the layout without it may not need.
+        # Recomputation only saves memory: it is needless if the layout fits with margin without it.
         needless = roomy is not None and roomy == replace(layout, recompute="none")
         fits = False
         for place, recipe in enumerate(accumulate_options(either, layout, stack)):
