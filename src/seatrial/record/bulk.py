@@ -83,7 +83,7 @@ def _load(path: Path, cls: Any, data: bytes | bytearray) -> Columns | None:
         names = [f.name for f in _fields(typing.cast(Any, cls))]
         if rows < 0 or [*kinds] != names or not _KEPT.issuperset(kinds.values()):
             return None
-        # The name says of which lines it is: counting them takes as long as reading the file.
+        # The file name is the digest of its lines, so they are not counted, which takes as long as reading them.
         found: Columns = {}
         at = end + 1
         for name, kind in kinds.items():

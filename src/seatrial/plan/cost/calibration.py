@@ -67,7 +67,7 @@ class Entry:
     spread: float | None = None
 
 
-@dataclass(frozen=True, eq=False)  # told apart by identity, so that predictions can be cached by it
+@dataclass(frozen=True, eq=False)  # compared by identity: predictions are cached by it
 class Calibration:
     """The measured paces, and the factors for others."""
 
