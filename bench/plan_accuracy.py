@@ -4,7 +4,8 @@
 
 Any CSV with these columns works. Calibration sets for a stack's pace on a GPU, from easy to hard:
 
-    own rows          all rows, times the median error of the same source's other rows of this stack and GPU
+    own rows          all rows, times the median error of the same source's other rows of this stack and GPU: those of the same
+                      model and precision, as a plan takes the pace of earlier runs, else all
     in sample         all rows
     other models      rows of other models
     other sources     rows of other sources; other publishers: without any row of the same publisher, as for a new source
@@ -187,6 +188,14 @@ def constants(known: Calibration) -> dict[str, int]:
     return {"fitted": fitted, "set by hand": hand}
 
 
+def _same_kernels(row: Row) -> tuple[str, ...]:
+    return row.source, row.stack, row.gpu
+
+
+def _same_work(row: Row) -> tuple[str, str]:
+    return row.name, row.recipe.precision
+
+
 def evaluate(rows: list[Row]) -> tuple[dict[str, Any], Calibration]:
     timed = [r for r in rows if r.step_s is not None and r.fits]
     numbered = list(enumerate(timed))
@@ -197,12 +206,10 @@ def evaluate(rows: list[Row]) -> tuple[dict[str, Any], Calibration]:
     ratios = [(r.step_s or 0.0) / predicted(r, paced(everything, r)) for r in timed]
     own = Scores()
     for i, row in numbered:
-        beside = [
-            ratios[k]
-            for k, r in numbered
-            if k != i and (r.source, r.stack, r.gpu) == (row.source, row.stack, row.gpu)
-        ]
-        own.add(row, everything, statistics.median(beside) if beside else 1.0)
+        beside = [(ratios[k], r) for k, r in numbered if k != i and _same_kernels(r) == _same_kernels(row)]
+        same_work = [ratio for ratio, r in beside if _same_work(r) == _same_work(row)]
+        used = same_work or [ratio for ratio, _ in beside] or [1.0]
+        own.add(row, everything, statistics.median(used))
     moved, beside_peer = 0.0, [("peer", r.peer_s / r.step_s) for r in timed if r.peer_s and r.step_s]
     result["own_rows"] = own.table().get("all")
     for name, left_out in WAYS.items():
