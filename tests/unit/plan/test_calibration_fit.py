@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from types import ModuleType
 from typing import Any
 
@@ -14,7 +15,18 @@ import pytest
 from seatrial.hardware.catalogue import find_gpu
 from seatrial.hardware.networks import find_network
 from seatrial.job.layout import Layout
-from seatrial.plan.cost.calibration import UNIT_FACTORS, Calibration, Factors, Pace, shipped
+from seatrial.plan.cost.calibration import (
+    ARCHITECTURES,
+    CELLS,
+    FAMILIES,
+    SOURCES,
+    UNIT_FACTORS,
+    Calibration,
+    Factors,
+    Pace,
+    Z,
+    shipped,
+)
 from seatrial.plan.cost.collectives import Fabric
 from seatrial.plan.cost.stacks import stacks
 from seatrial.plan.cost.step import step_parts
@@ -36,9 +48,19 @@ def fit() -> Iterator[ModuleType]:
         yield plan_fit
 
 
-def row(fit: ModuleType, name: str, sequence: int, pace: float, factors: Factors) -> Any:
+def row(
+    fit: ModuleType,
+    name: str,
+    sequence: int,
+    pace: float,
+    factors: Factors,
+    *,
+    source: str = "made",
+    stack: str = STACK,
+    gpu_name: str = GPU,
+) -> Any:
     """A row that took what `pace` and `factors` predict."""
-    hidden, gpu = WIDTHS[name], find_gpu(GPU)
+    hidden, gpu = WIDTHS[name], find_gpu(gpu_name)
     assert gpu is not None
     model = OtherModel(
         num_hidden_layers=24,
@@ -55,15 +77,15 @@ def row(fit: ModuleType, name: str, sequence: int, pace: float, factors: Factors
     )
     recipe = Recipe(sequence, 64, layout=Layout(shard=16), microbatch=2)
     cluster = Cluster(gpu, 2, 8, find_network("InfiniBand NDR 8x400"))
-    step = step_parts(model, recipe, Fabric(cluster), stacks()[STACK], pace, factors).total
+    step = step_parts(model, recipe, Fabric(cluster), stacks()[stack], pace, factors).total
     return fit.Row(
-        source="made",
+        source=source,
         name=name,
-        gpu=GPU,
+        gpu=gpu_name,
         model=model,
         recipe=recipe,
         cluster=cluster,
-        stack=STACK,
+        stack=stack,
         free_microbatch=False,
         free_recompute=False,
         step_s=step,
@@ -146,3 +168,38 @@ def test_factors_multiply_only_their_kind() -> None:
     assert other.products == plain.products
     assert other.attention == pytest.approx(3 * plain.attention)
     assert other.operators == pytest.approx(2 * plain.operators)
+
+
+STACKS, GPUS = ("llm-foundry", "torchtitan", "megatron", "nemo"), ("A100-80GB SXM", GPU, "B200 SXM")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_source_moves_no_other_beyond_its_interval(fit: ModuleType, seed: int) -> None:
+    """Random sources, whose paces differ by family, architecture, stack on a GPU and source as the fit assumes."""
+    random, family = Random(seed), shipped().family
+    drawn: dict[object, float] = {}
+
+    def factor(of: object, spread: float) -> float:
+        return drawn.setdefault(of, math.exp(random.gauss(0, spread)))
+
+    def pace(source: int, stack: str, gpu: str) -> float:
+        chip = find_gpu(gpu)
+        assert chip is not None
+        shared = factor(family[stack], FAMILIES) * factor(chip.architecture, ARCHITECTURES)
+        return shared * factor((stack, gpu), CELLS) * factor(source, SOURCES)
+
+    rows = [
+        row(fit, *case, pace(n, *at), UNIT_FACTORS, source=str(n), stack=at[0], gpu_name=at[1])
+        for n in range(random.randint(2, 5))
+        for at in [(random.choice(STACKS), random.choice(GPUS))]
+        for case in random.sample(MADE, random.randint(1, 3))
+    ]
+    lines = {i: fit.line(r) for i, r in enumerate(rows)}
+    everything: Calibration = fit.calibrate(enumerate(rows), lines, shipped())
+    for left_out in {r.source for r in rows}:
+        kept = [(i, r) for i, r in enumerate(rows) if r.source != left_out]
+        without: Calibration = fit.calibrate(kept, lines, shipped())
+        for _, each in kept:
+            before, after = (known.pace(each.stack, each.cluster.gpu) for known in (everything, without))
+            moved = math.log(fit.predicted(each, after) / fit.predicted(each, before))
+            assert abs(moved) < Z * before.spread

@@ -280,7 +280,8 @@ def test_a_prediction_needs_no_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sequence", "context", "shard", "published"), [(8192, 1, 64, 0.43), (8192, 1, 128, 0.41), (131072, 16, 8, 0.38)]
+    ("sequence", "context", "shard", "published"),
+    [(8192, 1, 64, 0.43), (8192, 1, 128, 0.41), (131072, 16, 8, 0.38)],
 )
 def test_llama_3_is_inside_the_interval(sequence: int, context: int, shard: int, published: float) -> None:
     """arXiv:2407.21783, table 4: no row of it is in the calibration. The first and the last stage have no layer.
