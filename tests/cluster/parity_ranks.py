@@ -37,7 +37,7 @@ from seatrial.job.layout import Layout
 from seatrial.job.schema import OptimizerSection
 from seatrial.model.hf import HuggingFaceWeights
 from seatrial.model.initialise import RandomWeights
-from seatrial.parallel import overlap, overlap_grad
+from seatrial.parallel import collectives, context, overlap, overlap_grad
 from seatrial.parallel.build import ParallelModel, Settings
 from seatrial.parallel.mesh import Mesh, build_mesh
 from seatrial.train.optimizer import build_optimizer
@@ -154,6 +154,16 @@ def sabotage(model: ParallelModel, what: str | None) -> None:
                 return launch(*args, **kwargs)
 
             overlap.all_gather_single = ending
+    elif what == "keys in the order of ranks":
+        context.in_order = lambda both_BTE, size: both_BTE
+    elif what == "gradients of keys not summed":
+        ranks = range(model.mesh.layout.context)
+        mine = model.mesh.context_rank
+
+        def own_alone(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
+            return x_BTD.chunk(len(ranks), 1)[mine]
+
+        collectives.reduce_scatter_positions = own_alone
     elif what == "weight gradients of the first part only":
         whole_gradients = overlap_grad.all_gather_matmul_backward
 

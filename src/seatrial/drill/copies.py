@@ -165,16 +165,17 @@ def _changed_keys(
 def _replicated(job: Job) -> Iterator[dict[str, Any]]:
     """Layouts of the same number of ranks with two replicas, the most similar first."""
     at = job.layout
-    if at.shard % 2 == 0:
-        yield {"replicate": 2 * at.replicate, "shard": at.shard // 2}
+    shard = at.sample_shards
+    if shard % 2 == 0:
+        yield {"replicate": 2 * at.replicate, "shard": shard // 2}
     if at.tensor % 2 == 0:
-        yield {"replicate": 2 * at.replicate, "shard": at.shard, "tensor": at.tensor // 2}
+        yield {"replicate": 2 * at.replicate, "shard": shard, "tensor": at.tensor // 2}
     if at.pipeline % 2 == 0 and at.pipeline > 2:
-        yield {"replicate": 2 * at.replicate, "shard": at.shard, "pipeline": at.pipeline // 2}
+        yield {"replicate": 2 * at.replicate, "shard": shard, "pipeline": at.pipeline // 2}
     if at.pipeline == 2:
         yield {
             "replicate": 2 * at.replicate,
-            "shard": at.shard,
+            "shard": shard,
             "pipeline": 1,
             "schedule": "1f1b",
             "stages_per_rank": 1,

@@ -39,7 +39,7 @@ def changed_job(job: Job, wanted: Mapping[str, tuple[Any, str]]) -> Copy:
         section, _, name = key.rpartition(".")
         old = getattr(getattr(job.file, section) if section else job.file, name)
         if section == "parallel" and name == "shard":
-            old = job.layout.shard  # the job file may leave it open
+            old = job.layout.sample_shards  # the job file may leave it open
         if old == value:
             continue
         changes.append(Change(key, old, value, why))
@@ -49,7 +49,10 @@ def changed_job(job: Job, wanted: Mapping[str, tuple[Any, str]]) -> Copy:
             top[name] = value
     update = {s: getattr(job.file, s).model_copy(update=values) for s, values in sections.items()}
     file: JobFile = job.file.model_copy(update={**top, **update})
-    layout = replace(job.layout, **sections.get("parallel", {}))
+    parallel = sections.get("parallel", {})
+    if "shard" in parallel:
+        parallel = {**parallel, "shard": parallel["shard"] * job.layout.context}
+    layout = replace(job.layout, **parallel)
     text = Job(file, job.architecture, layout, job.source).to_toml()
     # Read again like any job file, so that whatever would be refused there is refused here.
     return Copy(job_from_text(text, name=f"the copy of {job.source}", base_folder=Path.cwd()), tuple(changes))

@@ -168,7 +168,7 @@ class Job:
             if name == "parallel":
                 if self.chosen is not None:
                     out.append('# chosen by parallel = "auto": see plan.json for the reasons')
-                values["shard"] = self.layout.shard
+                values["shard"] = self.layout.sample_shards
                 values["reshard_after_forward"] = self.parallel.reshards
             if values:
                 out.append(f"[{name}]")

@@ -4,6 +4,9 @@ Ranks are numbered with tensor parallel innermost, so that a tensor-parallel gro
 node, then sharded data parallel, then replicated data parallel, and pipeline outermost:
 
     rank = ((pipeline * replicate_size + replicate) * shard_size + shard) * tensor_size + tensor
+
+Context parallel divides the ranks of `shard` into groups of neighbours: weights and optimizer state are sharded over all
+of them, and those of a group see the same samples, each its positions.
 """
 
 from __future__ import annotations
@@ -26,19 +29,20 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the mesh dimensions; their product is the world size."""
+    """Sizes of the mesh dimensions. The product of the first four is the world size."""
 
     pipeline: int = 1
     replicate: int = 1
-    shard: int = 1
+    shard: int = 1  # ranks that states are sharded over: parallel.shard x parallel.context of the job file
     tensor: int = 1
     stages_per_rank: int = 1
     schedule: str = "1f1b"
+    context: int = 1  # ranks of `shard` that split each sequence
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Layout:
-        """The inverse of `as_dict`; other keys are ignored."""
-        return cls(**{field.name: values[field.name] for field in fields(cls)})
+        """The inverse of `as_dict`; other keys are ignored. Older versions had no `context`."""
+        return cls(**{field.name: values[field.name] for field in fields(cls) if field.name in values})
 
     @property
     def world_size(self) -> int:
@@ -46,8 +50,13 @@ class Layout:
 
     @property
     def data_parallel(self) -> int:
-        """Number of ranks that see different samples."""
-        return self.replicate * self.shard
+        """Number of ranks, or groups of `context` ranks, that see different samples."""
+        return self.replicate * self.sample_shards
+
+    @property
+    def sample_shards(self) -> int:
+        """The job file's parallel.shard: `shard` without context parallel."""
+        return self.shard // self.context
 
     @property
     def stages(self) -> int:
@@ -104,7 +113,10 @@ class Layout:
         return {**vars(self), "world_size": self.world_size}
 
     def __str__(self) -> str:
-        parts = [f"tensor {self.tensor}", f"pipeline {self.pipeline}", f"shard {self.shard}"]
+        parts = [f"tensor {self.tensor}", f"pipeline {self.pipeline}"]
+        if self.context > 1:
+            parts.append(f"context {self.context}")
+        parts.append(f"shard {self.sample_shards}")
         if self.replicate > 1:
             parts.append(f"replicate {self.replicate}")
         text = " x ".join(parts)

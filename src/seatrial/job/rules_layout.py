@@ -189,7 +189,7 @@ def _split_backward_sharded(facts: Facts) -> Iterator[RuleViolation]:
     if parallel.pipeline > 1 and schedule_named(parallel.schedule).split_backward and parallel.reshards:
         layout: Layout = facts.layout
         # bf16 goes through FSDP also in a group of one.
-        if layout.data_parallel > 1 or facts.job.train.precision == "bf16":
+        if layout.replicate * layout.shard > 1 or facts.job.train.precision == "bf16":
             yield RuleViolation(
                 ("parallel.reshard_after_forward", "parallel.schedule"),
                 f'schedule "{parallel.schedule}" with FSDP (data parallel, or bf16) and reshard_after_forward = true silently '
@@ -224,7 +224,7 @@ def _split_backward_accumulate(facts: Facts) -> Iterator[RuleViolation]:
 
 def _batch(facts: Facts) -> Iterator[RuleViolation]:
     train, layout = facts.job.train, facts.layout
-    batch, micro, replicas = train.global_batch, train.microbatch, layout.replicate * layout.shard
+    batch, micro, replicas = train.global_batch, train.microbatch, layout.data_parallel
     unit = replicas * micro
     if batch % unit:
         yield RuleViolation(
@@ -257,13 +257,20 @@ def _smaller_microbatch(batch: int, replicas: int, pipeline: int) -> str:
     return f", or microbatch = {micro}" if micro and batch % (replicas * pipeline * micro) == 0 else ""
 
 
-def not_yet(facts: Facts) -> Iterator[RuleViolation]:
-    parallel = _parallel(facts)
-    for key, what in (("context", "context parallel"), ("expert", "expert parallel")):
-        if getattr(parallel, key) > 1:
-            yield RuleViolation(
-                (f"parallel.{key}",), f"{what} is not supported in this version", f"remove `{key}`"
-            )
+def _context_compiled(facts: Facts) -> Iterator[RuleViolation]:
+    if _parallel(facts).context > 1 and facts.job.train.compile:
+        yield RuleViolation(
+            ("train.compile", "parallel.context"),
+            "compile = true with context parallel: torch.compile cannot trace the exchange of keys and values in a layer",
+            "set compile = false",
+        )
+
+
+def _expert(facts: Facts) -> Iterator[RuleViolation]:
+    if _parallel(facts).expert > 1:
+        yield RuleViolation(
+            ("parallel.expert",), "expert parallel is not supported in this version", "remove `expert`"
+        )
 
 
 LAYOUT_RULES: tuple[Callable[[Facts], Iterator[RuleViolation]], ...] = (
@@ -280,5 +287,6 @@ LAYOUT_RULES: tuple[Callable[[Facts], Iterator[RuleViolation]], ...] = (
     _split_backward_compiled,
     _split_backward_accumulate,
     _batch,
-    not_yet,
+    _context_compiled,
+    _expert,
 )

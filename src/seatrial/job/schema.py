@@ -283,7 +283,7 @@ class ParallelSection(Section):
 
     tensor: Ranks = Field(default=1, description="ranks that split each matrix; inside one node")
     pipeline: Ranks = Field(default=1, description="ranks among which the layers are divided")
-    context: Ranks = Field(default=1, description="ranks that split each sequence; only 1 in this version")
+    context: Ranks = Field(default=1, description="ranks that split each sequence")
     expert: Ranks = Field(
         default=1, description="ranks among which experts are distributed; only 1 in this version"
     )

@@ -29,7 +29,8 @@ def shapes(job: Job) -> list[Shape]:
     """
     own = job.layout
     smaller = [replace(own, replicate=n) for n in range(own.replicate - 1, 0, -1)]
-    smaller += [replace(own, replicate=1, shard=n) for n in range(own.shard - 1, 0, -1)]
+    shards = range(own.shard - own.context, 0, -own.context)
+    smaller += [replace(own, replicate=1, shard=n) for n in shards]
     found = [Shape(slots_of(job, own), own)]
     for layout in smaller:
         slots = slots_of(job, layout)
@@ -48,7 +49,7 @@ def at_shape(job: Job, layout: Layout) -> Job:
     own = job.layout
     assert replace(layout, replicate=own.replicate, shard=own.shard) == own, f"{layout} is no shape of {own}"
     cluster = job.cluster.model_copy(update={"nodes": slots_of(job, layout)})
-    parallel = job.parallel.model_copy(update={"replicate": layout.replicate, "shard": layout.shard})
+    parallel = job.parallel.model_copy(update={"replicate": layout.replicate, "shard": layout.sample_shards})
     file = job.file.model_copy(update={"cluster": cluster, "parallel": parallel})
     return replace(job, file=file, layout=layout)
 

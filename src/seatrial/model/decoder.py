@@ -30,6 +30,10 @@ Projections = Callable[..., Sequence[Tensor]]
 """(x [B, T, D], modules) -> the output of each of these linear modules, [B, T, its own width]."""
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(x [B, T, D], head's weight [V, D], targets [B, T]) -> a scalar."""
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""(q [B, T, N, H], k and v [B, T, K, H], bias or None) -> [B, T, N, H]."""
+OwnPositions = Callable[[Tensor, int], Tensor]
+"""(tensor with all positions of the sequence, their dimension) -> those that this rank computes."""
 
 
 def each(x_BTD: Tensor, *linears: nn.Module) -> Sequence[Tensor]:
@@ -103,16 +107,35 @@ def rotate(x_BTNH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
     return x_BTNH * cos_TH[:, None] + rotated * sin_TH[:, None]
 
 
-def document_bias(document_BT: Tensor, dtype: torch.dtype) -> Tensor:
-    """Additive attention bias [B, 1, T, T]: 0 where a position may attend, -inf elsewhere.
+def document_bias(document_BT: Tensor, dtype: torch.dtype, own: OwnPositions | None = None) -> Tensor:
+    """Additive attention bias [B, 1, T, T]: 0 where a position may attend, -inf elsewhere; with `own` of those rows only.
 
     A position attends to itself and to earlier positions of its own document; `document_BT` numbers the documents of
     each sequence. The bias has the queries' dtype and is built once for all layers: from a boolean mask every fused
     kernel would build it again.
     """
-    same_BTT = document_BT[:, :, None] == document_BT[:, None, :]
+    rows_BT = document_BT if own is None else own(document_BT, 1)
+    same_BTT = rows_BT[:, :, None] == document_BT[:, None, :]
+    if own is None:
+        same_BTT.tril_()
+    else:
+        position_T = torch.arange(document_BT.shape[1], device=document_BT.device)
+        same_BTT &= own(position_T, 0)[:, None] >= position_T
     bias_BTT = torch.zeros(same_BTT.shape, dtype=dtype, device=document_BT.device)
-    return bias_BTT.masked_fill_(~same_BTT.tril_(), float("-inf"))[:, None]
+    return bias_BTT.masked_fill_(~same_BTT, float("-inf"))[:, None]
+
+
+def attention(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Causal attention or, with a bias, masked by it. [B, T, N, H]."""
+    out_BNTH = F.scaled_dot_product_attention(
+        q_BTNH.transpose(1, 2),
+        k_BTKH.transpose(1, 2),
+        v_BTKH.transpose(1, 2),
+        attn_mask=bias,
+        is_causal=bias is None,
+        enable_gqa=q_BTNH.shape[2] != k_BTKH.shape[2],
+    )
+    return out_BNTH.transpose(1, 2)
 
 
 class Attention(nn.Module):
@@ -133,6 +156,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(H, arch.rms_norm_eps) if arch.qk_norm else None
         self.k_norm = RMSNorm(H, arch.rms_norm_eps) if arch.qk_norm else None
         self.project: Projections = each  # or a parallel layout's replacement
+        self.attend: Attend = attention  # as above
 
     def forward(
         self, x_BTD: Tensor, cos_TH: Tensor, sin_TH: Tensor, bias_B1TT: Tensor | None = None
@@ -143,15 +167,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
         q_BTNH, k_BTKH = rotate(q_BTNH, cos_TH, sin_TH), rotate(k_BTKH, cos_TH, sin_TH)
-        out_BNTH = F.scaled_dot_product_attention(
-            q_BTNH.transpose(1, 2),
-            k_BTKH.transpose(1, 2),
-            v_BTKH.transpose(1, 2),
-            attn_mask=bias_B1TT,
-            is_causal=bias_B1TT is None,
-            enable_gqa=q_BTNH.shape[2] != k_BTKH.shape[2],
-        )
-        return self.o_proj(out_BNTH.transpose(1, 2).flatten(2))
+        return self.o_proj(self.attend(q_BTNH, k_BTKH, v_BTKH, bias_B1TT).flatten(2))
 
 
 class MLP(nn.Module):
@@ -252,8 +268,11 @@ class Decoder(nn.Module):
         tied_here = arch.tie_word_embeddings and first
         self.lm_head = Head(arch, tied_here=tied_here) if last else None
         self.rotary = RotaryTable(arch)
-        # Length of the whole sequence. Set where hidden states are a part of it (sequence parallel).
+        # Length of the whole sequence. Set where hidden states are a part of it (sequence and context parallel).
         self.sequence_length: int | None = None
+        self.own_positions: OwnPositions | None = (
+            None  # set where a rank attends from some of them (context parallel)
+        )
 
     @property
     def blocks(self) -> list[Block]:
@@ -272,8 +291,11 @@ class Decoder(nn.Module):
         length = self.sequence_length if self.sequence_length is not None else x.shape[1]
         h_BTD = x if embedding is None else embedding(x)
         cos_TH, sin_TH = self.rotary(length, h_BTD.device, h_BTD.dtype)
+        own = self.own_positions
+        if own is not None:
+            cos_TH, sin_TH = own(cos_TH, 0), own(sin_TH, 0)
         # No bias argument without documents: a compiled block's call stays the same.
-        mask = () if document_BT is None else (document_bias(document_BT, h_BTD.dtype),)
+        mask = () if document_BT is None else (document_bias(document_BT, h_BTD.dtype, own),)
         for block in self.model.layers.values():
             h_BTD = block(h_BTD, cos_TH, sin_TH, *mask)
         if self.model.norm is not None:

@@ -19,6 +19,7 @@ from seatrial.job.architecture import Architecture
 from seatrial.job.schema import Accumulate
 from seatrial.model.decoder import Decoder, stored_name, whole_shapes
 from seatrial.model.source import WeightSource
+from seatrial.parallel.context import apply_context_parallel, own_positions
 from seatrial.parallel.loss import cross_entropy
 from seatrial.parallel.mesh import Mesh
 from seatrial.parallel.pipeline import Pipeline
@@ -90,7 +91,7 @@ class ParallelModel:
         self.clock = StageClock(mesh.device)
         layout = mesh.layout
         # bf16 always goes through FSDP, also in a group of one: FSDP keeps the fp32 weights next to the bf16 ones.
-        sharded = layout.data_parallel > 1 or settings.precision == "bf16"
+        sharded = layout.replicate * layout.shard > 1 or settings.precision == "bf16"
         data_mesh = mesh.data_mesh(timeout) if sharded else None
         self.stages = [
             build_stage(arch, index, mesh, settings, data_mesh)
@@ -124,6 +125,7 @@ class ParallelModel:
         the documents in each, attention stays inside documents. Returns this rank's share of the mean loss: the sum
         over all ranks (`mesh.sum_over_ranks`) is the loss.
         """
+        ids_BT, target_BT = self._own_positions(ids_BT), self._own_positions(target_BT)
         if self._pipeline is not None:
             loss = self._pipeline.forward_backward(ids_BT, target_BT, document_BT)
         else:
@@ -147,6 +149,7 @@ class ParallelModel:
         The arguments are shaped as in `forward_backward`; the sum over all ranks is the sum over the global batch.
         Weights and gradients stay as they are. All ranks call it.
         """
+        ids_BT, target_BT = self._own_positions(ids_BT), self._own_positions(target_BT)
         try:
             if self._pipeline is not None:
                 loss = self._pipeline.forward(ids_BT, target_BT, document_BT)
@@ -176,6 +179,10 @@ class ParallelModel:
             total += loss.detach()  # NaN until the backward pass, see `loss.cross_entropy`
         return total
 
+    def _own_positions(self, x_BT: Tensor) -> Tensor:
+        size = self.mesh.layout.context
+        return x_BT if size == 1 else own_positions(x_BT, 1, size=size, rank=self.mesh.context_rank)
+
     @torch.no_grad()
     def _sum_partial_gradients(self) -> None:
         if self._partial:
@@ -187,6 +194,7 @@ class ParallelModel:
     def _build_pipeline(self) -> Pipeline:
         s, layout = self.settings, self.mesh.layout
         assert self.mesh.pipeline is not None
+        positions = s.sequence_length // layout.context
         return Pipeline(
             self.stages,
             layout,
@@ -194,8 +202,8 @@ class ParallelModel:
             self.mesh.at.pipeline,
             device=self.mesh.device,
             microbatches=s.microbatches,
-            input_shape_BT=(s.microbatch, s.sequence_length),
-            hidden_shape_BTD=(s.microbatch, s.sequence_length // layout.tensor, self.arch.hidden_size),
+            input_shape_BT=(s.microbatch, positions),
+            hidden_shape_BTD=(s.microbatch, positions // layout.tensor, self.arch.hidden_size),
             compute_dtype=s.compute_dtype,
             accumulate=s.accumulate,
             clock=self.clock,
@@ -257,6 +265,8 @@ def build_stage(
             settings.sequence_length,
             in_parts=settings.async_tensor,
         )
+    if mesh.context is not None:
+        apply_context_parallel(model, mesh.context, mesh.context_rank, settings.sequence_length)
     if settings.compile:
         keep_compiler_private()
     for block in model.blocks:

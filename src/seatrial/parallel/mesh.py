@@ -28,11 +28,17 @@ class Mesh:
     shard: ProcessGroup | None
     replicate: ProcessGroup | None
     ends: ProcessGroup | None  # first and last pipeline rank of this column, which share a tied embedding
+    context: ProcessGroup | None = None  # neighbours within `shard`
 
     @property
     def data_rank(self) -> int:
         """Index of the part of the global batch that this rank works on."""
-        return self.at.replicate * self.layout.shard + self.at.shard
+        return self.at.replicate * self.layout.sample_shards + self.at.shard // self.layout.context
+
+    @property
+    def context_rank(self) -> int:
+        """Index of the part of each sequence that this rank works on."""
+        return self.at.shard % self.layout.context
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """Sum `values` over all ranks in place; every rank gets the same bits.
@@ -98,10 +104,14 @@ def build_mesh(layout: Layout, device: torch.device, timeout: timedelta) -> Mesh
         size = getattr(layout, dimension)
         groups[dimension] = _group(along(dimension, size), timeout) if size > 1 else None
 
+    context = None
+    if layout.context > 1:
+        begin = at.shard - at.shard % layout.context
+        context = _group(along("shard", layout.shard)[begin : begin + layout.context], timeout)
     ends = None
     if layout.pipeline == 2:
         ends = groups["pipeline"]
     elif layout.pipeline > 2 and at.pipeline in (0, layout.pipeline - 1):
         column = along("pipeline", layout.pipeline)
         ends = _group([column[0], column[-1]], timeout)
-    return Mesh(layout=layout, rank=rank, at=at, device=device, ends=ends, **groups)
+    return Mesh(layout=layout, rank=rank, at=at, device=device, ends=ends, context=context, **groups)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from seatrial.job.job import Job
@@ -50,7 +50,8 @@ class Recipe:
             sequence=train.sequence_length,
             global_batch=train.global_batch,
             microbatch=train.microbatch,
-            layout=job.layout,
+            layout=replace(job.layout, shard=job.layout.sample_shards, context=1),
+            context=job.layout.context,
             optimizer=job.optimizer.name,
             precision=train.precision,
             reshard=job.parallel.reshards,
@@ -63,7 +64,8 @@ class Recipe:
     @property
     def parallel(self) -> dict[str, Any]:
         """Its keys of [parallel] in a job file."""
-        return {**vars(self.layout), "reshard_after_forward": self.reshard, "async_tensor": self.async_tensor}
+        settings = {"reshard_after_forward": self.reshard, "async_tensor": self.async_tensor}
+        return {**vars(self.layout), "context": self.context, **settings}
 
     @property
     def train(self) -> dict[str, Any]:

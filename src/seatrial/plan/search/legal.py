@@ -1,13 +1,10 @@
-"""Check a layout on a cluster against the job file's rules, so that only layouts which our trainer accepts are planned.
-
-Context parallel, which it does not have, is left to the caller: the search tries it only for stacks that have it.
-"""
+"""Check a layout on a cluster against the job file's rules, so that only layouts which our trainer accepts are planned."""
 
 from __future__ import annotations
 
 from seatrial.job.finding import Facts, RuleViolation
 from seatrial.job.job import Job
-from seatrial.job.rules_layout import LAYOUT_RULES, not_yet
+from seatrial.job.rules_layout import LAYOUT_RULES
 from seatrial.job.schema import ParallelSection
 from seatrial.plan.model.cluster import Cluster
 from seatrial.plan.model.recipe import Recipe
@@ -18,7 +15,7 @@ def refusal(job: Job, cluster: Cluster, recipe: Recipe) -> RuleViolation | None:
 
     The sections are copied without validation: their values already have the right types.
     """
-    parallel = ParallelSection.model_construct(context=recipe.context, expert=1, **recipe.parallel)
+    parallel = ParallelSection.model_construct(expert=1, **recipe.parallel)
     values = {
         "microbatch": recipe.microbatch,
         "global_batch": recipe.global_batch,
@@ -30,4 +27,4 @@ def refusal(job: Job, cluster: Cluster, recipe: Recipe) -> RuleViolation | None:
     nodes = job.cluster.model_copy(update=at)
     file = job.file.model_copy(update={"parallel": parallel, "train": train, "cluster": nodes})
     facts = Facts(file, job.architecture, recipe.layout)
-    return next((finding for rule in LAYOUT_RULES if rule is not not_yet for finding in rule(facts)), None)
+    return next((finding for rule in LAYOUT_RULES for finding in rule(facts)), None)

@@ -203,7 +203,7 @@ def _attention_product(query_BNTH: Tensor, key_BKSH: Tensor) -> int:
 def dimensions(mesh: Any) -> dict[str, str]:
     """Name of each process group of this rank -> its dimension of the layout (`mesh`: `parallel.mesh.Mesh`)."""
     names = {}
-    for dimension in ("ends", "tensor", "pipeline", "shard", "replicate"):
+    for dimension in ("ends", "tensor", "context", "pipeline", "shard", "replicate"):
         group = getattr(mesh, dimension)
         if group is not None:
             names[group.group_name] = dimension
