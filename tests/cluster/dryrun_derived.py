@@ -1,6 +1,7 @@
 """The collectives of one training step by hand, from the job alone: what the dry run must count.
 
-    n tensor (p parts), S shard, R replicate, P pipeline ranks; M microbatches of B sequences; q layers on this rank
+    n tensor (p parts), S shard, R replicate, P pipeline ranks; M microbatches of B sequences; q layers on this rank; T positions
+    of a context-parallel rank
 
 Sizes are those of whole tensors: of an all-gather the output, of a reduce-scatter the input.
 """
@@ -22,7 +23,7 @@ def derived(job: Job, rank: int, device: str) -> Derived:
     """Without reshard_after_forward in a pipeline: what torch does there is not written down here."""
     arch, layout, train = job.architecture, job.layout, job.train
     n, S, R, P = layout.tensor, layout.shard, layout.replicate, layout.pipeline
-    B, T, M, D = train.microbatch, train.sequence_length, job.microbatches, arch.hidden_size
+    B, T, M, D = train.microbatch, train.sequence_length // layout.context, job.microbatches, arch.hidden_size
     assert P == 1 or not job.parallel.reshards
     at = layout.coordinates(rank)
     stages = layout.stage_indices(at.pipeline)
@@ -60,11 +61,17 @@ def derived(job: Job, rank: int, device: str) -> Derived:
             add("all-reduce", "tensor", M * passes, 2 * rows * 4, "float32")
             add("reduce-scatter", "tensor", M, rows * D * width)
 
+    # Context parallel: keys and values of the whole sequence, and the sum of their gradients.
+    if layout.context > 1:
+        both = B * train.sequence_length * 2 * arch.num_key_value_heads * arch.head_dim // n * width
+        add("all-gather", "context", M * layers * (1 + (train.activation_checkpointing == "full")), both)
+        add("reduce-scatter", "context", M * layers, both)
+
     # Sharded data parallel: each layer is a group, and the rest of each stage is one.
     groups = [_layer(job) for _ in range(layers)]
     rests = {s: _rest(job, s) for s in stages}
     groups += [g for g in rests.values() if g]
-    sharded = layout.data_parallel > 1 or train.precision == "bf16"
+    sharded = S * R > 1 or train.precision == "bf16"
     for index, group in enumerate(groups):
         padded = sum(-(-rows // S) * S * rest for rows, rest in group)
         if S > 1:

@@ -57,7 +57,8 @@ def job_of(case: dict[str, Any]) -> Job:
         data=DataSection(train="nothing", attend_across_documents=not case.get("documents", False)),
         cluster=ClusterSection(gpus_per_node=layout.world_size),
         parallel=ParallelSection(
-            **{k: v for k, v in layout.as_dict().items() if k != "world_size"},
+            **{k: v for k, v in layout.as_dict().items() if k != "world_size"}
+            | {"shard": layout.sample_shards},
             reshard_after_forward=case.get("reshard_after_forward"),
             async_tensor=case.get("async_tensor", False),
         ),

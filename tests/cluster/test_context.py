@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,6 +42,8 @@ CONTEXT: dict[str, tuple[dict[str, Any], str]] = {
         },
         "one",
     ),
+    "cp2-tp2-compiled": ({"layout": {"tensor": 2, **CP2}, "compile": True}, "one"),
+    "cp2-compiled-documents": ({"layout": CP2, "compile": True, "documents": True}, "one-documents"),
     "cp2-documents": ({"layout": CP2, "documents": True}, "one-documents"),
     "cp2-tp2": ({"layout": {"tensor": 2, **CP2}}, "one"),
     "cp2-pp2": ({"layout": {"pipeline": 2, **CP2}}, "one"),

@@ -70,6 +70,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "precision": "fp32",
         "async_tensor": True,
     },
+    "cp2-tp2-recompute": {
+        "layout": {"tensor": 2, "shard": 2, "context": 2},
+        "precision": "bf16",
+        "activation_checkpointing": "full",
+    },
+    "cp2-pp2": {"layout": {"pipeline": 2, "shard": 2, "context": 2}, "precision": "fp32"},
     "pp2-documents": {"layout": {"pipeline": 2}, "precision": "fp32", "documents": True, "layers": 2},
     "tp2-pp2-documents": {
         "layout": {"tensor": 2, "pipeline": 2},
@@ -94,6 +100,7 @@ _LONG = (
     "tp4-async-positions",
     "zero-bubble-tp2-async",
     "tp2-pp2-documents",
+    "cp2-pp2",
 )
 each_case = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.long if name in _LONG else ()) for name in CASES]

@@ -110,6 +110,18 @@ def test_killed_rank_of_shards_resumes_bit_for_bit(begin: Begin, tmp_path: Path)
     assert_same(trial, undisturbed(tmp_path / "undisturbed", *settings))
 
 
+def test_killed_rank_of_a_context_group_resumes_bit_for_bit(begin: Begin, tmp_path: Path) -> None:
+    context = ("parallel.context=2", "parallel.shard=1", "parallel.replicate=2", "parallel.pipeline=1")
+    settings = ("cluster.gpus_per_node=2", "parallel.tensor=1", *context, "train.steps=9")
+    trial = begin(*settings)
+    trial.until_step(7)
+    trial.kill_rank(1)
+    code, err = trial.end()
+    assert code == 0, err
+    assert recovered(trial)[0] == "replica"
+    assert_same(trial, undisturbed(tmp_path / "undisturbed", *settings))
+
+
 # -- during a validation
 
 VALIDATION = ("data.validation=other.py", "train.validate_every_steps=8", "train.validate_samples=160")

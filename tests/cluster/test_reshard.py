@@ -29,6 +29,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "tp4": {"tensor": 4},
     "pp2": {"pipeline": 2},
     "one": {},
+    "cp2-fsdp2": {"shard": 4, "context": 2},
     "replicate2-fsdp2": {"replicate": 2, "shard": 2},
     "pp2-interleaved": {"pipeline": 2, "stages_per_rank": 2, "schedule": "interleaved-1f1b"},
 }

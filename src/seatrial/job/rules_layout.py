@@ -257,15 +257,6 @@ def _smaller_microbatch(batch: int, replicas: int, pipeline: int) -> str:
     return f", or microbatch = {micro}" if micro and batch % (replicas * pipeline * micro) == 0 else ""
 
 
-def _context_compiled(facts: Facts) -> Iterator[RuleViolation]:
-    if _parallel(facts).context > 1 and facts.job.train.compile:
-        yield RuleViolation(
-            ("train.compile", "parallel.context"),
-            "compile = true with context parallel: torch.compile cannot trace the exchange of keys and values in a layer",
-            "set compile = false",
-        )
-
-
 def _expert(facts: Facts) -> Iterator[RuleViolation]:
     if _parallel(facts).expert > 1:
         yield RuleViolation(
@@ -287,6 +278,5 @@ LAYOUT_RULES: tuple[Callable[[Facts], Iterator[RuleViolation]], ...] = (
     _split_backward_compiled,
     _split_backward_accumulate,
     _batch,
-    _context_compiled,
     _expert,
 )

@@ -23,6 +23,7 @@ from seatrial.hardware import accelerator
 from seatrial.parallel.mesh import Mesh
 from seatrial.parallel.stage_clock import StageClock
 from seatrial.record.stages import (
+    CONTEXT,
     PIPELINE,
     REPLICATE,
     SAVE,
@@ -51,7 +52,12 @@ class Blocked:
 
     def __init__(self, clock: StageClock, mesh: Mesh) -> None:
         self._clock = clock
-        groups = {TENSOR: [mesh.tensor, mesh.context], SHARD: [mesh.shard], REPLICATE: [mesh.replicate]}
+        groups = {
+            TENSOR: [mesh.tensor],
+            CONTEXT: [mesh.context],
+            SHARD: [mesh.shard],
+            REPLICATE: [mesh.replicate],
+        }
         groups[PIPELINE] = [mesh.pipeline, mesh.ends]
         self._stages = {
             g.group_name: stage for stage, of_it in groups.items() for g in of_it if g is not None

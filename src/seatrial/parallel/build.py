@@ -266,7 +266,7 @@ def build_stage(
             in_parts=settings.async_tensor,
         )
     if mesh.context is not None:
-        apply_context_parallel(model, mesh.context, mesh.context_rank, settings.sequence_length)
+        apply_context_parallel(model, mesh.context, mesh.context_rank, settings.sequence_length, mesh.device)
     if settings.compile:
         keep_compiler_private()
     for block in model.blocks:

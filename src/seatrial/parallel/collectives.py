@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, distributed_c10d
 
 # torch 2.13 renamed these two and deprecates the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -78,3 +78,46 @@ class ReduceScatterPositions(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return all_gather_positions(grads[0], ctx.group), None
+
+
+# AllGatherPositions as an operator, which names the group: for compiled layers.
+
+
+def resolve_group(name: str) -> ProcessGroup:
+    """The group of this name."""
+    return distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
+
+
+@torch.library.custom_op(
+    "seatrial::all_gather_positions", mutates_args=(), schema="(Tensor x, str group) -> Tensor"
+)
+def all_gather_positions_op(x: Tensor, group: str) -> Tensor:
+    return all_gather_positions(x, resolve_group(group))
+
+
+@all_gather_positions_op.register_fake
+def _(x: Tensor, group: str) -> Tensor:
+    return x.new_empty(x.shape[0], x.shape[1] * resolve_group(group).size(), x.shape[2])
+
+
+@torch.library.custom_op(
+    "seatrial::reduce_scatter_positions", mutates_args=(), schema="(Tensor x, str group) -> Tensor"
+)
+def _reduce_scatter_positions_op(x: Tensor, group: str) -> Tensor:
+    return reduce_scatter_positions(x.contiguous(), resolve_group(group))
+
+
+@_reduce_scatter_positions_op.register_fake
+def _(x: Tensor, group: str) -> Tensor:
+    return x.new_empty(x.shape[0], x.shape[1] // resolve_group(group).size(), x.shape[2])
+
+
+def _keep_group(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
+    ctx.group = inputs[1]
+
+
+def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return _reduce_scatter_positions_op(grad, ctx.group), None
+
+
+all_gather_positions_op.register_autograd(_gradient, setup_context=_keep_group)

@@ -9,6 +9,7 @@ the queries; their gradients are summed and scattered.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -16,8 +17,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.attention.bias import causal_lower_right
 
+from seatrial.hardware.accelerator import is_accelerator
 from seatrial.model.decoder import Decoder, attention
-from seatrial.parallel.collectives import AllGatherPositions
+from seatrial.parallel.collectives import AllGatherPositions, all_gather_positions_op
 
 
 def own_positions(x: Tensor, dim: int, *, size: int, rank: int) -> Tensor:
@@ -33,12 +35,24 @@ def in_order(x_BTE: Tensor, size: int) -> Tensor:
     return torch.cat((*first, *reversed(second)), 1)
 
 
+def lower_right(queries: int, seen: int) -> Tensor | None:
+    """The mask [queries, seen] by which the last query sees all positions, and each before it one less."""
+    return torch.ones(queries, seen, dtype=torch.bool).tril(seen - queries)
+
+
 class ContextAttention:
     """Attention of this rank's positions over all earlier ones of the sequence."""
 
-    def __init__(self, group: ProcessGroup, rank: int) -> None:
-        self._group, self._size = group, group.size()
-        self._chunks = (rank, 2 * self._size - 1 - rank)
+    def __init__(
+        self, group: ProcessGroup, rank: int, sequence_length: int, device: torch.device, *, opaque: bool
+    ) -> None:
+        """`opaque`: the gather is a single operator for dispatch modes, as in `overlap_grad.Overlap`."""
+        self._group, self._name, self._size, self._opaque = group, group.group_name, group.size(), opaque
+        C = sequence_length // (2 * self._size)
+        self._seen = [(chunk + 1) * C for chunk in (rank, 2 * self._size - 1 - rank)]  # positions, by chunk
+        self._masks: list[Tensor] | None = None
+        if is_accelerator(device):  # their kernels know this mask: it is not built
+            self._masks = [causal_lower_right(C, seen) for seen in self._seen]
 
     def __call__(
         self, q_BtNH: Tensor, k_BtKH: Tensor, v_BtKH: Tensor, bias_B1tT: Tensor | None = None
@@ -46,21 +60,37 @@ class ContextAttention:
         """As `model.decoder.attention`. A bias has the rows of this rank's positions."""
         heads = k_BtKH.shape[2:]
         both_BtE = torch.cat((k_BtKH.flatten(2), v_BtKH.flatten(2)), dim=-1)
-        both_BTE = in_order(AllGatherPositions.apply(both_BtE, self._group), self._size)
+        if self._opaque or torch.compiler.is_compiling():
+            both_BTE = all_gather_positions_op(both_BtE, self._name)
+        else:
+            both_BTE = AllGatherPositions.apply(both_BtE, self._group)
+        both_BTE = in_order(both_BTE, self._size)
         k_BTKH, v_BTKH = (x.unflatten(2, heads) for x in both_BTE.chunk(2, dim=-1))
-        outs, C = [], q_BtNH.shape[1] // 2
-        for i, (chunk, q_BCNH) in enumerate(zip(self._chunks, q_BtNH.split(C, 1), strict=True)):
-            seen = (chunk + 1) * C
-            mask: Tensor = causal_lower_right(C, seen)  # not built on GPUs: their kernels know it
-            if bias_B1tT is not None:
-                mask = bias_B1tT[:, :, i * C : (i + 1) * C, :seen]
-            outs.append(attention(q_BCNH, k_BTKH[:, :seen], v_BTKH[:, :seen], mask))
+        masks: Iterable[Tensor | None]
+        if bias_B1tT is not None:
+            masks = [rows[..., :n] for rows, n in zip(bias_B1tT.chunk(2, 2), self._seen, strict=True)]
+        elif self._masks is not None:
+            masks = self._masks
+        else:
+            masks = [lower_right(q_BtNH.shape[1] // 2, n) for n in self._seen]
+        outs = [
+            attention(q_BCNH, k_BTKH[:, :n], v_BTKH[:, :n], mask)
+            for q_BCNH, n, mask in zip(q_BtNH.chunk(2, 1), self._seen, masks, strict=True)
+        ]
         return torch.cat(outs, dim=1)
 
 
-def apply_context_parallel(model: Decoder, group: ProcessGroup, rank: int, sequence_length: int) -> None:
-    """Let `model` compute this rank's positions of sequences of `sequence_length`."""
+def apply_context_parallel(
+    model: Decoder,
+    group: ProcessGroup,
+    rank: int,
+    sequence_length: int,
+    device: torch.device,
+    *,
+    opaque: bool = False,
+) -> None:
+    """Let `model` compute this rank's positions of sequences of `sequence_length`. `opaque`: see `ContextAttention`."""
     model.sequence_length = sequence_length
     model.own_positions = partial(own_positions, size=group.size(), rank=rank)
     for block in model.blocks:
-        block.self_attn.attend = ContextAttention(group, rank)
+        block.self_attn.attend = ContextAttention(group, rank, sequence_length, device, opaque=opaque)

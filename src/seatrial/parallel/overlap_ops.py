@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed import ProcessGroup
 
+from seatrial.parallel.collectives import resolve_group
 from seatrial.parallel.overlap import (
     Cut,
     all_gather_matmul,
@@ -20,10 +21,6 @@ from seatrial.parallel.overlap import (
     matmul_reduce_scatter,
     matmul_reduce_scatter_backward,
 )
-
-
-def _resolve(name: str) -> ProcessGroup:
-    return distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
 
 
 def _cut(x_BtD: Tensor, in_parts: bool, group: ProcessGroup) -> Cut:
@@ -38,7 +35,7 @@ def _cut(x_BtD: Tensor, in_parts: bool, group: ProcessGroup) -> Cut:
 def all_gather_matmul_op(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], in_parts: bool, group: str
 ) -> list[Tensor]:
-    members = _resolve(group)
+    members = resolve_group(group)
     return all_gather_matmul(x, weights, biases, _cut(x, in_parts, members), members)
 
 
@@ -46,7 +43,7 @@ def all_gather_matmul_op(
 def _(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], in_parts: bool, group: str
 ) -> list[Tensor]:
-    rows = x.shape[0] * x.shape[1] * _resolve(group).size()
+    rows = x.shape[0] * x.shape[1] * resolve_group(group).size()
     return [x.new_empty(rows, w.shape[0]) for w in weights]
 
 
@@ -58,7 +55,7 @@ def _(
 def _all_gather_matmul_backward_op(
     grads: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], biased: bool, in_parts: bool, group: str
 ) -> list[Tensor]:
-    members = _resolve(group)
+    members = resolve_group(group)
     cut = _cut(x, in_parts, members)
     whole = [grad.contiguous() for grad in grads]
     of_input, of_each, of_biases = all_gather_matmul_backward(whole, x, weights, cut, members, biased=biased)
@@ -98,7 +95,7 @@ all_gather_matmul_op.register_autograd(_all_gather_matmul_gradient, setup_contex
 def matmul_reduce_scatter_op(
     rows: Tensor, weight: Tensor, sequences: int, in_parts: bool, group: str
 ) -> Tensor:
-    members = _resolve(group)
+    members = resolve_group(group)
     n = members.size()
     cut = Cut.of(sequences, rows.shape[0] // (sequences * n), n, in_parts=in_parts)
     return matmul_reduce_scatter(rows.contiguous(), weight, cut, members)
@@ -106,7 +103,7 @@ def matmul_reduce_scatter_op(
 
 @matmul_reduce_scatter_op.register_fake
 def _(rows: Tensor, weight: Tensor, sequences: int, in_parts: bool, group: str) -> Tensor:
-    positions = rows.shape[0] // (sequences * _resolve(group).size())
+    positions = rows.shape[0] // (sequences * resolve_group(group).size())
     return rows.new_empty(sequences, positions, weight.shape[0])
 
 
@@ -118,7 +115,7 @@ def _(rows: Tensor, weight: Tensor, sequences: int, in_parts: bool, group: str) 
 def _matmul_reduce_scatter_backward_op(
     grad: Tensor, rows: Tensor, weight: Tensor, in_parts: bool, group: str
 ) -> list[Tensor]:
-    members = _resolve(group)
+    members = resolve_group(group)
     of_rows, gathered = matmul_reduce_scatter_backward(grad, weight, _cut(grad, in_parts, members), members)
     return [of_rows, torch.mm(gathered.t(), rows)]
 

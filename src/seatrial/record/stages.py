@@ -32,12 +32,24 @@ from seatrial.record.jsonl import Problem
 
 # Work of the rank itself, then waiting for others, then all of a validation, its waits included: the order in which
 # `record.frontier` adds them up.
-DATA, HOST, FORWARD, BACKWARD, OPTIMIZER, SAVE, TENSOR, SHARD, REPLICATE, PIPELINE, STEP_SUM, VALIDATION = (
-    range(12)
-)
+(
+    DATA,
+    HOST,
+    FORWARD,
+    BACKWARD,
+    OPTIMIZER,
+    SAVE,
+    TENSOR,
+    CONTEXT,
+    SHARD,
+    REPLICATE,
+    PIPELINE,
+    STEP_SUM,
+    VALIDATION,
+) = range(13)
 STAGES = (
     *("data", "host", "forward", "backward", "optimizer", "save"),
-    *("tensor", "shard", "replicate", "pipeline", "step_sum"),
+    *("tensor", "context", "shard", "replicate", "pipeline", "step_sum"),
     "validation",
 )
 OWN = SAVE + 1  # number of stages that are the rank's own work; they come first

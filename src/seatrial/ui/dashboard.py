@@ -40,7 +40,7 @@ _STAGE_STYLES = {
     "optimizer": "#009e73",
     "save": "#cc79a7",
 }
-_WAITING = ("#d55e00", "#a05a2c", "#999999", "#bbbbbb", "#dddddd")
+_WAITING = ("#d55e00", "#a05a2c", "#7b6888", "#999999", "#bbbbbb", "#dddddd", "#eeeeee")
 
 # Deviation of a rank's own work from its peers, in shares of a step: from much less work to much more.
 _STEPS_OF_MAP = ((-0.05, "#2166ac"), (-0.02, "#67a9cf"), (0.02, "#d9d9d9"), (0.05, "#f4a582"))

@@ -50,7 +50,7 @@ from seatrial.job.schema import JobFile
         (("optimizer.decay=wsd", "optimizer.warmup_steps=181"), "--set optimizer.warmup_steps=181", "warmup_steps 181 + decay_steps 20 (a tenth of the steps) is more than train.steps 200", "optimizer.warmup_steps=180"),
         (("optimizer.decay_steps=5",), "--set optimizer.decay_steps=5", 'decay_steps is only used with decay = "wsd", not "cosine"', "optimizer.decay=wsd"),
         (("parallel.expert=2",), "--set parallel.expert=2", "expert parallel is not supported in this version", "parallel.expert=1"),
-        (("parallel.context=2",), "--set parallel.context=2", "context parallel is not supported in this version", "parallel.context=1"),
+        (("parallel.shard=1", "parallel.context=2", "train.sequence_length=252"), "--set train.sequence_length=252", "sequence_length 252 is not divisible by 2 x context 2 x tensor 2 = 8", "train.sequence_length=248"),
         (("cluster.spares=1", "resilience.max_restarts=0"), "--set cluster.spares=1", "spares has no effect: max_restarts is 0", "resilience.max_restarts=1"),
         (("resilience.allow_gpu_reset=true", "resilience.max_restarts=0"), "--set resilience.allow_gpu_reset=true", "allow_gpu_reset has no effect", "resilience.allow_gpu_reset=false"),
         (("resilience.silence_s=1.0", "resilience.heartbeat_s=0.5"), "--set resilience.silence_s=1.0", "silence_s 1 is less than 4 x heartbeat_s 0.5", "resilience.silence_s=2.0"),

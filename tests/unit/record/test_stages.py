@@ -58,9 +58,9 @@ def test_what_is_written_is_read(file: Path) -> None:
     assert read.seconds.tolist() == [row(7), row(8), row(9)]
 
 
-def test_a_record_is_52_bytes(file: Path) -> None:
+def test_a_record_is_56_bytes(file: Path) -> None:
     head = file.read_bytes().index(b"\n") + 1
-    assert file.stat().st_size - head == 3 * 52
+    assert file.stat().st_size - head == 3 * 56
 
 
 @pytest.mark.parametrize("lost", [1, 4, 47])
@@ -129,8 +129,8 @@ def test_it_is_written_about_every_64_steps(tmp_path: Path) -> None:
         ((b'{"seatrial_stages"', b'{"seatrial_staged"'), "does not begin with the line of such a file"),
         ((b'{"seatrial_stages":1', b'{"seatrial_stages":9'), "of version 9"),
         ((b'"clock":"cpu"', b'"clock":12345'), "no clock"),
-        ((b'"tensor","shard"', b'"tensor","shirt"'), r"not those of this version \(shirt\)"),
-        ((b'"tensor","shard"', b'"shard", "shard"'), "repeated"),
+        ((b'"context","shard"', b'"context","shirt"'), r"not those of this version \(shirt\)"),
+        ((b'"context","shard"', b'"shard",  "shard"'), "repeated"),
         ((b'{"seatrial', b'<"seatrial'), "line of JSON"),
         ((np.float32(9.875).tobytes(), np.float32(-8).tobytes()), "step 9 are not times"),
         ((np.float32(9.875).tobytes(), np.float32("nan").tobytes()), "step 9 are not times"),

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from seatrial.parallel import context
+
 _flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
 
 
@@ -67,12 +69,16 @@ def cuda_kernels() -> Iterator[None]:
 
     Not a TorchFunctionMode: that is disabled during a backward pass, where recomputed layers run.
     """
-    names = {"rms_norm": _rms_norm, "scaled_dot_product_attention": _attention}
-    originals = {name: getattr(F, name) for name in names}
+    kernels: tuple[tuple[Any, str, Any], ...] = (
+        (F, "rms_norm", _rms_norm),
+        (F, "scaled_dot_product_attention", _attention),
+        (context, "lower_right", lambda _queries, _seen: None),  # as attention knows it
+    )
+    originals = [(module, name, getattr(module, name)) for module, name, _ in kernels]
     try:
-        for name, kernel in names.items():
-            setattr(F, name, kernel)
+        for module, name, kernel in kernels:
+            setattr(module, name, kernel)
         yield
     finally:
-        for name, original in originals.items():
-            setattr(F, name, original)
+        for module, name, original in originals:
+            setattr(module, name, original)
