@@ -95,7 +95,7 @@ def recipe(r: Recipe) -> dict[str, Any]:
 
 
 def _settings(r: Recipe) -> dict[str, Any]:
-    values = vars(r) | vars(r.layout)
+    values = vars(r.layout) | vars(r)
     return {key: values[key] for key in _RECIPE}
 
 

@@ -45,7 +45,9 @@ def predicted(case: Case, **changed: object) -> Prediction:
 
 def held(case: Case, **changed: object) -> Memory:
     """What a recipe that differs in `changed` needs."""
-    sizes = {name: changed.pop(name) for name in vars(case.recipe.layout) if name in changed}
+    sizes = {
+        name: changed.pop(name) for name in vars(case.recipe.layout) if name in changed and name != "context"
+    }
     layout = replace(case.recipe.layout, **sizes)  # type: ignore[arg-type]
     recipe = replace(case.recipe, layout=layout, **changed)  # type: ignore[arg-type]
     return memory(case.model, recipe, stacks()[case.stack])

@@ -168,7 +168,8 @@ def test_every_job_is_answered_or_refused(changed: dict[str, object], stack: str
         ({"cluster": 'device = "cpu"'}, 0),
         ({"cluster": 'gpu = "A100-80GB PCIe"', "nodes": 2}, 0),  # no network is known
         ({"cluster": 'gpu = "H100 SXM"\nnetwork = "Token Ring"', "nodes": 2}, 2),
-        ({"parallel": "[parallel]\ncontext = 2"}, 2),
+        ({"parallel": "[parallel]\ncontext = 2"}, 0),
+        ({"parallel": "[parallel]\nexpert = 2"}, 2),
         ({"parallel": "[parallel]\npipeline = 28", "nodes": 7, "per_node": 4, "batch": 56}, 0),
         ({"open": 'parallel = "auto"', "parallel": ""}, 0),
     ],

@@ -344,7 +344,9 @@ def rank_traffic(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Sta
     ):
         messages += 1  # the head's logits are recomputed for its weight gradient
     tensor = m * hidden * (n - 1) / n * messages
-    context = layers * m * (3 + again) * width * r.tokens * 2 * model.kv_width / n * (r.context - 1)
+    # Keys and values: gathered, gathered again for the backward pass unless they are kept as by ours, gradients reduced.
+    exchanges = (2 if stack.name in OURS else 3) + REDONE[r.recompute][3]
+    context = layers * m * exchanges * width * r.tokens * 2 * model.kv_width / n * (r.context - 1)
     message = m * _hidden_bytes(model, r) * width / 2
     per_rank, last = layout.stages_per_rank, layout.pipeline - 1
     tied = _tied_bytes(model, r, stack) if rank in (0, last) else 0.0

@@ -22,7 +22,10 @@ Precision = Literal["fp32", "bf16", "fp8"]
 
 @dataclass(frozen=True)
 class Recipe:
-    """A layout and the settings that it leaves open; units: sequences, tokens. Rank order: tensor, context, shard."""
+    """A layout and the settings that it leaves open; units: sequences, tokens. Rank order: tensor, context, shard.
+
+    `layout` is without context parallel: its `shard` is the job file's.
+    """
 
     sequence: int
     global_batch: int
@@ -60,6 +63,11 @@ class Recipe:
             async_tensor=job.parallel.async_tensor,
             accumulate="sharded" if train.accumulate == "sharded" else "whole",
         )
+
+    @property
+    def job_layout(self) -> Layout:
+        """The layout of a job with this recipe: with context parallel."""
+        return replace(self.layout, shard=self.shard_ranks, context=self.context)
 
     @property
     def parallel(self) -> dict[str, Any]:

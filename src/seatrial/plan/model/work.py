@@ -150,8 +150,9 @@ class _WorkBuilder:
         gap = stack.gap_s
         f = Pass(forward, attention_f, self.kernels.move(moved_f + copies) + gap, tensor, context)
         gathers = tensor * self._backward_gathers()
+        back_context = context if stack.name in OURS else 2 * context
         b = Pass(
-            backward, attention_b, self.kernels.move(moved_b + back_copies) + 2 * gap, gathers, 2 * context
+            backward, attention_b, self.kernels.move(moved_b + back_copies) + 2 * gap, gathers, back_context
         )
         redone = REDONE[r.recompute]
         last, sent = 0.0, redone[3]
@@ -305,12 +306,17 @@ class _WorkBuilder:
         return 1.5 if again else 1.0
 
     def _context(self, attention: float) -> float:
-        """Exposed seconds of exchanging keys and values in the context group, beyond the overlap with attention."""
+        """Exposed seconds of exchanging keys and values in the context group, beyond the overlap with attention.
+
+        Ours overlaps nothing.
+        """
         r = self.recipe
         if r.context == 1:
             return 0.0
         at = group(self.fabric.cluster, stride=r.layout.tensor, size=r.context)
         n_bytes = 2.0 * r.tokens * r.context * 2 * self.model.kv_width / r.layout.tensor
+        if self.stack.name in OURS:
+            return self.fabric.seconds("all_gather", n_bytes, at)
         # The backward pass exchanges twice as much and has longer attention: the pass with less overlap counts for both.
         hidden = min(attention, self._attention()[1] / 2)
         return max(0.0, self.fabric.seconds("all_gather", n_bytes, at) - hidden)

@@ -53,7 +53,7 @@ class Candidate:
         """For plan.json; `slower` is relative to the chosen one, `best`."""
         r = self.recipe
         values: dict[str, Any] = {
-            "layout": r.layout.as_dict(),
+            "layout": r.job_layout.as_dict(),
             "reshard_after_forward": r.reshard,
             "async_tensor": r.async_tensor,
             **r.train,
@@ -204,7 +204,7 @@ def _fastest(job: Job, place: Hardware, cluster: Cluster, calibration: Calibrati
             f"; {TIE_MARGIN:.0%} is what releases of one stack differ by" if abs(more) < TIE_MARGIN else ""
         )
         reasons.append(
-            f"next is {second.recipe.layout} with {more:+.1%}{close}; that one is limited by {second.limit}"
+            f"next is {second.recipe.job_layout} with {more:+.1%}{close}; that one is limited by {second.limit}"
         )
     reasons += [
         f"it is limited by {best.limit}",
@@ -248,7 +248,7 @@ def _doubt(best: Choice, sure: Sequence[Choice]) -> str:
         return f": tight, {p.verdict.why}; no layout fits with margin"
     more = sure[0].prediction.step_s / p.step_s - 1
     return (
-        f": tight, {p.verdict.why}; the fastest that fits with margin is {sure[0].recipe.layout} with microbatch {sure[0].recipe.microbatch}, "
+        f": tight, {p.verdict.why}; the fastest that fits with margin is {sure[0].recipe.job_layout} with microbatch {sure[0].recipe.microbatch}, "
         f"{more:+.1%}"
     )
 
