@@ -34,6 +34,7 @@ gpus_per_node = {per_node}
 [parallel]
 tensor = {tensor}
 pipeline = {pipeline}
+context = {context}
 shard = {shard}
 stages_per_rank = {stages_per_rank}
 schedule = "{schedule}"
@@ -51,7 +52,7 @@ every_steps = 100
 
 
 def make_job(args: argparse.Namespace) -> Job:
-    world = args.tensor * args.pipeline * args.shard
+    world = args.tensor * args.pipeline * args.context * args.shard
     per_node = min(8, world)
     return job_from_text(
         JOB.format(
@@ -114,7 +115,7 @@ def main() -> int:
     parser.add_argument("--model", default="qwen2.5-72b")
     parser.add_argument("--sequence", type=int, default=4096)
     parser.add_argument("--microbatches", type=int, default=64, help="a step and data-parallel rank")
-    for name, size in (("tensor", 8), ("pipeline", 2), ("shard", 8), ("stages-per-rank", 1)):
+    for name, size in (("tensor", 8), ("pipeline", 2), ("context", 1), ("shard", 8), ("stages-per-rank", 1)):
         parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--recompute", default="none", choices=("none", "full"))
