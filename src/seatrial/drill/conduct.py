@@ -273,10 +273,20 @@ class Drill:
         known = self.references.get(replicas)
         if known is not None and known.steps >= steps:
             return known
-        name = "reference-replicas" if replicas else "reference"
+        wanted = {steps}
         if self.references:
-            # Straight to the largest number that any scenario needs: each continuation is a separate start.
-            steps = max(steps, *(self._plan(s).steps for s in self.scenarios if s.replicas == replicas))
+            # One start for each number of steps that a scenario needs: only its last step is sure to be saved, since a
+            # checkpoint that is due while slow storage writes another is put off.
+            wanted |= {self._plan(s).steps for s in self.scenarios if s.replicas == replicas}
+        for number in sorted(wanted):
+            if known is None or known.steps < number:
+                known = self.references[replicas] = self._continued(known, number, replicas=replicas)
+        assert known is not None
+        return known
+
+    def _continued(self, known: Reference | None, steps: int, *, replicas: bool) -> Reference:
+        """`known` continued to `steps`, or a new one."""
+        name = "reference-replicas" if replicas else "reference"
         copy = self._copy(
             name, Plan(self.cadence, self._saved(steps)), spares=0, replicas=replicas, keep=10_000
         )
@@ -289,7 +299,6 @@ class Drill:
                 reference, again=self._undisturbed(f"{name}-again", Copy(again, copy.changes))
             )
             reference.judge_again()
-        self.references[replicas] = reference
         return reference
 
     def _undisturbed(self, name: str, copy: Copy) -> Reference:

@@ -211,7 +211,11 @@ class Machine:
         if number not in roster.running:
             node.stuck = False
         if works:
-            self._recover("agent_exit", "it lost its ranks: its agent was restarted", node=number)
+            self._recover(
+                "agent_exit",
+                "it lost its ranks: its agent was restarted, or had no contact with the coordinator",
+                node=number,
+            )
         elif number in roster.running:
             # Whatever it reports, a start order may still be in flight to it: require its answer to a Stop.
             self._stop([number])
