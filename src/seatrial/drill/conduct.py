@@ -84,6 +84,7 @@ class Drill:
     references: dict[bool, Reference] = field(
         default_factory=dict
     )  # by whether it has replicas for comparison
+    plans: dict[str, Plan] = field(default_factory=dict)  # by scenario
 
     def __post_init__(self) -> None:
         if self.cadence.steps < LEAST_STEPS:
@@ -215,6 +216,12 @@ class Drill:
     # -- the copies and the references
 
     def _plan(self, scenario: Scenario) -> Plan:
+        """Its plan, by the first reference's steps: at the steps of all plans the reference ends (`_reference`)."""
+        if scenario.name not in self.plans:
+            self.plans[scenario.name] = self._make_plan(scenario)
+        return self.plans[scenario.name]
+
+    def _make_plan(self, scenario: Scenario) -> Plan:
         known = self.references[False]
         step_s = max(known.step_s, 1e-3)
         steps = max(self.cadence.steps, scenario.least_steps)

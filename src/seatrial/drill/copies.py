@@ -168,6 +168,8 @@ def _replicated(job: Job) -> Iterator[dict[str, Any]]:
     shard = at.sample_shards
     if shard % 2 == 0:
         yield {"replicate": 2 * at.replicate, "shard": shard // 2}
+    if at.context % 2 == 0:
+        yield {"replicate": 2 * at.replicate, "shard": shard, "context": at.context // 2}
     if at.tensor % 2 == 0:
         yield {"replicate": 2 * at.replicate, "shard": shard, "tensor": at.tensor // 2}
     if at.pipeline % 2 == 0 and at.pipeline > 2:

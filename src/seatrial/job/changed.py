@@ -49,9 +49,12 @@ def changed_job(job: Job, wanted: Mapping[str, tuple[Any, str]]) -> Copy:
             top[name] = value
     update = {s: getattr(job.file, s).model_copy(update=values) for s, values in sections.items()}
     file: JobFile = job.file.model_copy(update={**top, **update})
-    parallel = sections.get("parallel", {})
-    if "shard" in parallel:
-        parallel = {**parallel, "shard": parallel["shard"] * job.layout.context}
+    parallel = {
+        "shard": job.layout.sample_shards,
+        "context": job.layout.context,
+        **sections.get("parallel", {}),
+    }
+    parallel["shard"] *= parallel["context"]
     layout = replace(job.layout, **parallel)
     text = Job(file, job.architecture, layout, job.source).to_toml()
     # Read again like any job file, so that whatever would be refused there is refused here.

@@ -92,7 +92,7 @@ def _sequence(facts: Facts) -> Iterator[RuleViolation]:
             ]
         )
         yield RuleViolation(
-            ("train.sequence_length", "parallel.tensor"),
+            ("train.sequence_length", "parallel.context" if context > 1 else "parallel.tensor"),
             f"sequence_length {length} is not divisible by {product} = {unit}: an uneven sequence-parallel shard "
             "aborts the process",
             f"use sequence_length = {either(near_multiples(length, unit))}",

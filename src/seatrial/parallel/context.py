@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from seatrial.hardware.accelerator import is_accelerator
 from seatrial.model.decoder import Decoder, attention
@@ -40,19 +41,28 @@ def lower_right(queries: int, seen: int) -> Tensor | None:
     return torch.ones(queries, seen, dtype=torch.bool).tril(seen - queries)
 
 
+class _LowerRight(CausalBias):
+    """That mask for GPUs, whose kernels know it: nothing is built.
+
+    torch's own `causal_lower_right` allocates a tensor of 8 bytes an entry that nobody reads.
+    """
+
+    @staticmethod
+    def __new__(cls, *_sizes: Any) -> _LowerRight:
+        mask: _LowerRight = Tensor._make_subclass(cls, torch.empty(0))
+        return mask
+
+
 class ContextAttention:
     """Attention of this rank's positions over all earlier ones of the sequence."""
 
-    def __init__(
-        self, group: ProcessGroup, rank: int, sequence_length: int, device: torch.device, *, opaque: bool
-    ) -> None:
-        """`opaque`: the gather is a single operator for dispatch modes, as in `overlap_grad.Overlap`."""
-        self._group, self._name, self._size, self._opaque = group, group.group_name, group.size(), opaque
+    def __init__(self, group: ProcessGroup, rank: int, sequence_length: int, device: torch.device) -> None:
+        self._group, self._name, self._size = group, group.group_name, group.size()
         C = sequence_length // (2 * self._size)
         self._seen = [(chunk + 1) * C for chunk in (rank, 2 * self._size - 1 - rank)]  # positions, by chunk
         self._masks: list[Tensor] | None = None
-        if is_accelerator(device):  # their kernels know this mask: it is not built
-            self._masks = [causal_lower_right(C, seen) for seen in self._seen]
+        if is_accelerator(device):
+            self._masks = [_LowerRight(CausalVariant.LOWER_RIGHT, C, seen) for seen in self._seen]
 
     def __call__(
         self, q_BtNH: Tensor, k_BtKH: Tensor, v_BtKH: Tensor, bias_B1tT: Tensor | None = None
@@ -60,7 +70,7 @@ class ContextAttention:
         """As `model.decoder.attention`. A bias has the rows of this rank's positions."""
         heads = k_BtKH.shape[2:]
         both_BtE = torch.cat((k_BtKH.flatten(2), v_BtKH.flatten(2)), dim=-1)
-        if self._opaque or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             both_BTE = all_gather_positions_op(both_BtE, self._name)
         else:
             both_BTE = AllGatherPositions.apply(both_BtE, self._group)
@@ -81,16 +91,10 @@ class ContextAttention:
 
 
 def apply_context_parallel(
-    model: Decoder,
-    group: ProcessGroup,
-    rank: int,
-    sequence_length: int,
-    device: torch.device,
-    *,
-    opaque: bool = False,
+    model: Decoder, group: ProcessGroup, rank: int, sequence_length: int, device: torch.device
 ) -> None:
-    """Let `model` compute this rank's positions of sequences of `sequence_length`. `opaque`: see `ContextAttention`."""
+    """Let `model` compute this rank's positions of sequences of `sequence_length`."""
     model.sequence_length = sequence_length
     model.own_positions = partial(own_positions, size=group.size(), rank=rank)
     for block in model.blocks:
-        block.self_attn.attend = ContextAttention(group, rank, sequence_length, device, opaque=opaque)
+        block.self_attn.attend = ContextAttention(group, rank, sequence_length, device)

@@ -213,8 +213,10 @@ def _chosen_before(job: Job, folder: RunFolder) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     chosen = plan.get("chosen")
-    same = isinstance(chosen, dict) and chosen.get("layout") == job.layout.as_dict()
-    return chosen if same else None
+    if not isinstance(chosen, dict) or not isinstance(chosen.get("layout"), dict):
+        return None
+    # Older records have no `context`.
+    return chosen if {"context": 1, **chosen["layout"]} == job.layout.as_dict() else None
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

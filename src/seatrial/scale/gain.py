@@ -95,7 +95,7 @@ def _smaller_bubble(recipe: Recipe, observed: Observed) -> float | None:
     ):  # interleaving needs a multiple of the pipeline size
         return None
     now = idle_share(observed)
-    then = idle_share(replace(observed, layout=layout, microbatches=many))
+    then = idle_share(replace(observed, layout=recipe.job_layout, microbatches=many))
     if not now or then is None:
         return None
     return observed.step_s / (observed.step_s - observed.idle_s * (1 - then / now)) - 1

@@ -151,7 +151,7 @@ def settings(recipe: Recipe, *, short: bool = False) -> str:
         entries.append(layout.schedule.removesuffix("-1f1b") if short else layout.schedule)
     if recipe.recompute != "none":
         entries.append("recomputes" if recipe.recompute == "full" else f"recomputes {recipe.recompute}")
-    if layout.pipeline == 1 and layout.shard > 1:
+    if layout.pipeline == 1 and recipe.shard_ranks > 1:
         entries.append("reshards" if recipe.reshard else "no reshard")
     if _shards_gradients(recipe):
         entries.append("sharded" if short else "sharded gradients")

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.attention.bias import CausalVariant
 
 from seatrial.job.layout import Layout
-from seatrial.model.decoder import document_bias
-from seatrial.parallel.context import in_order, own_positions
+from seatrial.model.decoder import attention, document_bias
+from seatrial.parallel.context import _LowerRight, in_order, lower_right, own_positions
 
 SIZES = [1, 2, 3, 4, 8]
 
@@ -39,6 +40,18 @@ def test_the_document_bias_has_the_rows_of_its_positions(size: int) -> None:
             return own_positions(x, dim, size=size, rank=rank)
 
         assert torch.equal(document_bias(document_BT, torch.float32, own), own(whole, 2))
+
+
+def test_the_mask_for_gpus_is_the_one_that_is_built() -> None:
+    generator = torch.Generator().manual_seed(1)
+    q_BTNH = torch.randn(2, 8, 4, 16, generator=generator)
+    k_BTKH, v_BTKH = torch.randn(2, 2, 24, 2, 16, generator=generator)
+    mask = _LowerRight(CausalVariant.LOWER_RIGHT, 8, 24)
+    assert mask.untyped_storage().nbytes() == 0
+    known, built = (attention(q_BTNH, k_BTKH, v_BTKH, m) for m in (mask, lower_right(8, 24)))
+    assert torch.equal(known, built)
+    whole = attention(torch.cat((torch.zeros(2, 16, 4, 16), q_BTNH), 1), k_BTKH, v_BTKH)
+    torch.testing.assert_close(built, whole[:, -8:])
 
 
 def test_layout_with_context() -> None:

@@ -12,8 +12,9 @@ from auto_cases import edit, gpu_rates, made, open_job, rails, report
 from seatrial.base.errors import InputError
 from seatrial.hardware import devices
 from seatrial.job import Job, load_job
+from seatrial.job.layout import Layout
 from seatrial.plan.search import settle as settle_module
-from seatrial.plan.search.settle import place_here, settle
+from seatrial.plan.search.settle import fingerprint, place_here, settle
 from seatrial.record.events import read_events
 from seatrial.record.folder import RunFolder
 from seatrial.record.run import open_run
@@ -39,6 +40,17 @@ def plan(root: Path) -> dict[str, Any]:
 
 def told(root: Path) -> list[str]:
     return [e.message for e in read_events(RunFolder(root / "first-voyage"))[0] if e.kind == "layout_chosen"]
+
+
+def test_a_choice_with_context_parallel_is_taken_again() -> None:
+    job, place = voyage(), place_here(voyage())
+    layout = Layout(shard=8, context=2)
+    recorded = {"cluster": fingerprint(place), "layout": layout.as_dict(), "reshard_after_forward": True}
+    recorded |= {"microbatch": 4, "activation_checkpointing": "none", "accumulate": "whole"}
+    settled, why = settle_module._reused(job, place, recorded)
+    assert settled is not None, why
+    assert settled.layout == layout
+    assert (settled.parallel.shard, settled.parallel.context) == (4, 2)
 
 
 def test_a_job_with_a_layout_is_unchanged(tmp_path: Path) -> None:

@@ -151,6 +151,8 @@ def dimension(layout: Layout, ranks: Sequence[int]) -> str:
         return "world"
     at = [layout.coordinates(r) for r in ranks]
     axes = [n for n in ("tensor", "shard", "replicate", "pipeline") if len({getattr(a, n) for a in at}) > 1]
+    if axes == ["shard"] and len({a.shard // layout.context for a in at}) == 1:
+        axes = ["context" if layout.context < layout.shard else "context or shard"]
     return f"{axes[0]} group" if len(axes) == 1 else "group"
 
 

@@ -285,12 +285,12 @@ def _schedules(layout: Layout) -> Iterator[Layout]:
 
 def _tuned(predictor: Predictor, recipe: Recipe, stack: str) -> tuple[Recipe, Prediction] | None:
     """The fastest settings of a layout on this stack."""
-    split = contexts(recipe, stack, recipe.layout.shard)
+    ranks = recipe.shard_ranks
     tried = (
         replace(at, microbatch=m, recompute=again, reshard=shard, layout=layout)
         for at in (
-            replace(recipe, context=c, layout=replace(recipe.layout, shard=recipe.layout.shard // c))
-            for c in split
+            replace(recipe, context=c, layout=replace(recipe.layout, shard=ranks // c))
+            for c in contexts(recipe, stack, ranks)
         )
         for m in MICROBATCHES
         for again in RECOMPUTES

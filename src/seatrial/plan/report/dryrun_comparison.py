@@ -114,6 +114,7 @@ def _pairs(model: Architecture, recipe: Recipe, shape: Cluster, step: RankStep) 
         Pair("optimizer state", "bytes", held.optimizer, step.optimizer_bytes),
         Pair("highest point of memory", "bytes", held.allocated, step.peak_bytes),
         Pair("tensor parallel", "bytes sent", sent.tensor, step.sent_bytes("tensor")),
+        Pair("context parallel", "bytes sent", sent.context, step.sent_bytes("context")),
         Pair("pipeline", "bytes sent", sent.pipeline, step.sent_bytes("pipeline") + step.sent_bytes("ends")),
         Pair("data parallel", "bytes sent", sent.data, data),
         Pair("GEMMs", "FLOP", _products(model, recipe, step.at.pipeline), products),

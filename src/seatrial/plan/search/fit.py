@@ -283,7 +283,7 @@ def _floor(model: Architecture, ranks: int, stack: Stack) -> float:
 
 def _lean(job: Job, cluster: Cluster, stack: str | Stack = "seatrial") -> Iterator[Recipe]:
     """Legal layouts with one shard group and plain 1F1B; see `smallest`."""
-    base = Recipe.of(job)
+    base = replace(Recipe.of(job), context=1)
     for tensor in tensors(job, cluster):
         # More stages than layers are refused; no need to ask for each.
         for pipeline in divisors(cluster.gpus // tensor, most=job.architecture.num_hidden_layers):

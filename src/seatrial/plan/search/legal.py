@@ -34,7 +34,7 @@ def refusal(job: Job, cluster: Cluster, recipe: Recipe) -> RuleViolation | None:
     at = {"nodes": cluster.nodes, "gpus_per_node": each, "nvlink_domain": cluster.domain or each}
     nodes = _changed(job.cluster, at)
     file = _changed(job.file, {"parallel": parallel, "train": train, "cluster": nodes})
-    facts = Facts(file, job.architecture, recipe.layout)
+    facts = Facts(file, job.architecture, recipe.job_layout)
     return next((finding for rule in LAYOUT_RULES for finding in rule(facts)), None)
 
 

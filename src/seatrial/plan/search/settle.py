@@ -94,6 +94,8 @@ def _reused(job: Job, place: Hardware, recorded: Mapping[str, Any]) -> tuple[Job
     if not isinstance(layout, dict):
         return None, "the recorded choice of an earlier start is unreadable"
     sizes = {key: value for key, value in layout.items() if key != "world_size"}
+    if isinstance(sizes.get("shard"), int) and isinstance(sizes.get("context"), int):
+        sizes["shard"] //= max(1, sizes["context"])  # as in the job file
     sizes["reshard_after_forward"] = recorded.get("reshard_after_forward")
     sizes["async_tensor"] = recorded.get("async_tensor", False)  # older records lack it
     try:
