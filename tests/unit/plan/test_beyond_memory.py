@@ -41,7 +41,7 @@ def predicted(predictor: Predictor, recipe: Recipe) -> Prediction:
     return predict(predictor.job.architecture, recipe, predictor.cluster)
 
 
-@pytest.mark.parametrize("name", ["7b-one-h200", "8b-128k-64-h100", "405b-16384-h100"])
+@pytest.mark.parametrize("name", ["7b-one-h200", "70b-64-h100", "405b-16384-h100"])
 def test_beyond_memory_matches_an_exhaustive_search(name: str) -> None:
     predictor, found, beyond = asked(name)
     assert beyond is not None
