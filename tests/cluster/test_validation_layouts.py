@@ -41,6 +41,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "replicate2-fsdp2": {"replicate": 2, "shard": 2},
     "pp4": {"pipeline": 4},
     "pp2-gpipe-fsdp2": {"pipeline": 2, "schedule": "gpipe", "shard": 2},
+    "tp2-cp2": {"tensor": 2, "shard": 2, "context": 2},
 }
 LONG = ("pp2-gpipe-fsdp2", "replicate2-fsdp2", "pp4", "pp2-interleaved")
 

@@ -49,7 +49,8 @@ def work(case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
         base_folder=root,
         overrides=[
             *("cluster.nodes=1", f"cluster.gpus_per_node={layout.world_size}"),
-            *(f"parallel.{n}={getattr(layout, n)}" for n in ("tensor", "pipeline", "shard", "replicate")),
+            *(f"parallel.{n}={getattr(layout, n)}" for n in ("tensor", "pipeline", "context", "replicate")),
+            f"parallel.shard={layout.sample_shards}",
             *(f"train.steps={STEPS}", f"train.global_batch={SEQUENCES}", "train.microbatch=2"),
             *(f"train.sequence_length={LENGTH}", "checkpoint.every_steps=1000", "optimizer.warmup_steps=1"),
             *(f"data.validation={case['stores'][1]}", f"train.validate_every_steps={EVERY}"),
