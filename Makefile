@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# One test process more than cores, since some tests wait; a file's tests in one of them, in the order that tests/conftest.py gives.
-SIDE_BY_SIDE := -n $(shell expr $$(nproc) + 1) --dist loadfile --no-loadscope-reorder
+# One test process a core, a file's tests in one of them, in the order that tests/conftest.py gives.
+SIDE_BY_SIDE := -n auto --dist loadfile --no-loadscope-reorder
 # These mostly wait, for Slurm, ssh and limits of silence.
 TIMED := -n 2 --dist loadfile --no-loadscope-reorder
 

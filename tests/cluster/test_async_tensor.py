@@ -19,6 +19,7 @@ from test_parity import (
     _differences,
     _reference,
     _worst,
+    read_runs,
 )
 
 from conftest import run_cases
@@ -113,12 +114,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     cases = [case for case in _cases() if case["name"] not in unwanted]
     done = run_cases(cases, out, timeout_s=600)
     assert done.returncode == 0, done.stderr[-4000:]
-    return {
-        case["name"]: Ran(
-            [torch.load(f, weights_only=True) for f in sorted(out.glob(f"{case['name']}.*.pt"))]
-        )
-        for case in cases
-    }
+    return read_runs(out, cases)
 
 
 @_each(ASYNC)

@@ -216,6 +216,15 @@ class Ran:
         assert not missing, f"no rank holds all of {missing}"
 
 
+def read_runs(out: Path, cases: Iterable[dict[str, Any]]) -> dict[str, Ran]:
+    """What the ranks of each case left in `out`, by the case's name."""
+
+    def of(name: str) -> Ran:
+        return Ran([torch.load(f, weights_only=True) for f in sorted(out.glob(f"{name}.*.pt"))])
+
+    return {case["name"]: of(case["name"]) for case in cases}
+
+
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
     """Every case, run once; of the long ones those that a selected test reads."""
@@ -227,11 +236,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         install_examples(out / "site", patch)
         done = run_cases(cases, out, timeout_s=600)
     assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Ran] = {}
-    for case in cases:
-        files = sorted(out.glob(f"{case['name']}.*.pt"))
-        found[case["name"]] = Ran([torch.load(f, weights_only=True) for f in files])
-    return found
+    return read_runs(out, cases)
 
 
 def _reference(runs: dict[str, Ran], name: str, what: str) -> dict[str, Tensor]:

@@ -216,7 +216,7 @@ class Drill:
     # -- the copies and the references
 
     def _plan(self, scenario: Scenario) -> Plan:
-        """Its plan, by the first reference's steps: at the steps of all plans the reference ends (`_reference`)."""
+        """The scenario's plan, made once from the first reference's step time: later references end at its steps."""
         if scenario.name not in self.plans:
             self.plans[scenario.name] = self._make_plan(scenario)
         return self.plans[scenario.name]

@@ -357,8 +357,6 @@ def _accumulate(job: Job, room: float | None, folder: RunFolder | None) -> tuple
     except (OSError, ValueError):  # the first start, or an unreadable file
         before = {}
     own = {**vars(job.layout), "shard": job.layout.sample_shards}
-    if job.layout.context == 1:
-        del own["context"]  # a key that older runs lack
     same = flat(own, "parallel.").items() <= before.items()
     whole = before.get("train.accumulate", "whole") == "whole"  # the key is missing in older runs
     if same and whole != (how == "whole"):

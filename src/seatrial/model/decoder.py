@@ -270,9 +270,8 @@ class Decoder(nn.Module):
         self.rotary = RotaryTable(arch)
         # Length of the whole sequence. Set where hidden states are a part of it (sequence and context parallel).
         self.sequence_length: int | None = None
-        self.own_positions: OwnPositions | None = (
-            None  # set where a rank attends from some of them (context parallel)
-        )
+        # Set where a rank computes some of the positions (context parallel).
+        self.own_positions: OwnPositions | None = None
 
     @property
     def blocks(self) -> list[Block]:

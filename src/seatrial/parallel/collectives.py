@@ -80,11 +80,8 @@ class ReduceScatterPositions(torch.autograd.Function):
         return all_gather_positions(grads[0], ctx.group), None
 
 
-# AllGatherPositions as an operator, which names the group: for compiled layers.
-
-
 def resolve_group(name: str) -> ProcessGroup:
-    """The group of this name."""
+    """The group of this name: a compiled layer cannot identify it otherwise."""
     return distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
 
 
@@ -92,6 +89,7 @@ def resolve_group(name: str) -> ProcessGroup:
     "seatrial::all_gather_positions", mutates_args=(), schema="(Tensor x, str group) -> Tensor"
 )
 def all_gather_positions_op(x: Tensor, group: str) -> Tensor:
+    """`AllGatherPositions` as an operator, for compiled layers."""
     return all_gather_positions(x, resolve_group(group))
 
 

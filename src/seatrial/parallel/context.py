@@ -37,7 +37,10 @@ def in_order(x_BTE: Tensor, size: int) -> Tensor:
 
 
 def lower_right(queries: int, seen: int) -> Tensor | None:
-    """The mask [queries, seen] by which the last query sees all positions, and each before it one less."""
+    """The mask [queries, seen] by which the last query sees all positions, and each before it one less.
+
+    None in a dry run for GPUs (`train.dryrun.kernels`), where nothing is built either.
+    """
     return torch.ones(queries, seen, dtype=torch.bool).tril(seen - queries)
 
 

@@ -80,7 +80,7 @@ class Memory:
 
 
 def _with(memory: Memory, **changed: float) -> Memory:
-    """`dataclasses.replace`, in a tenth of its time, which was that of a tenth of a search."""
+    """`dataclasses.replace` without its checks, which took a tenth of a search."""
     other = object.__new__(Memory)
     vars(other).update(vars(memory), **changed)
     return other

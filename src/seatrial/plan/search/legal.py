@@ -39,7 +39,7 @@ def refusal(job: Job, cluster: Cluster, recipe: Recipe) -> RuleViolation | None:
 
 
 def _changed(section: _S, values: Mapping[str, Any]) -> _S:
-    """`model_copy` with the fields alone: the rest of such copies took a tenth of a search."""
+    """`model_copy` of the fields alone. Copying pydantic's own attributes, which no rule reads, took a tenth of a search."""
     copied = type(section).__new__(type(section))
     object.__setattr__(copied, "__dict__", {**vars(section), **values})
     return copied
