@@ -52,7 +52,7 @@ _LONGEST_HOP_S = 1e-3  # TCP round trips take 0.1 ms, RDMA 0.01 ms: anything lon
 _SLOWER = (
     1.3  # factor over the time expected for a ring of this size, beyond which bandwidth is considered lower
 )
-_BETWEEN_NODES = ("shard", "replicate", "pipeline", "step_sum")
+_BETWEEN_NODES = ("context", "shard", "replicate", "pipeline", "step_sum")
 _OF_A_LINK = ("link_down", "link_errors", "slow_link", "retransmissions")
 _OF_CONGESTION = ("congestion", "retransmissions")
 
@@ -107,10 +107,12 @@ class _Part:
 def find_causes(base: Observed, here: Observed) -> tuple[Cause, ...]:
     """Why `here` is less efficient than `base`, largest cause first; none if the difference is noise.
 
-    Raises ValueError if their tensor or pipeline sizes differ. What remains is "unexplained", if it is at least LEAST_EVERYWHERE.
+    Raises ValueError if their tensor, context or pipeline sizes differ. What remains is "unexplained", if it is at least LEAST_EVERYWHERE.
     """
-    if (base.layout.tensor, base.layout.pipeline) != (here.layout.tensor, here.layout.pipeline):
-        raise ValueError("the sizes differ in tensor or pipeline parallelism: their ranks do different work")
+    if any(getattr(base.layout, d) != getattr(here.layout, d) for d in ("tensor", "context", "pipeline")):
+        raise ValueError(
+            "the sizes differ in tensor, context or pipeline parallelism: their ranks do different work"
+        )
     times = here.tokens_per_rank / base.tokens_per_rank  # factor of work per rank
     loss = here.step_s - times * base.step_s
     limit, wide = LEAST * here.step_s, LEAST_EVERYWHERE * here.step_s
@@ -397,7 +399,7 @@ def _bubble(base: Observed, here: Observed, times: float, grown: Mapping[str, fl
     now, then = idle_share(here), idle_share(base)
     if now is None or then is None:
         return max(0.0, grown["pipeline"]), 0.0
-    inside = [d for d in ("tensor", "shard") if here.layout.as_dict()[d] > 1]
+    inside = [d for d in ("tensor", "context", "shard") if getattr(here.layout, d) > 1]
     passes = float(lower_median(here.work("compute")).max())
     passes += sum(float(lower_median(here.groups(d).seconds).max()) for d in inside)
     work = float((lower_median(here.work("compute")) - times * lower_median(base.work("compute"))).max())

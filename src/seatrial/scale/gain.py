@@ -62,6 +62,11 @@ def _changes(cause: Cause, own: Recipe) -> Iterator[tuple[str, Recipe]]:
         if cause.dimensions == ("tensor",):
             if layout.tensor % 2 == 0:
                 yield _smaller(own, "tensor")
+        elif cause.dimensions == ("context",):
+            if own.context % 2 == 0:
+                other = replace(layout, shard=2 * layout.shard)
+                name = f"parallel.context = {own.context // 2}, shard = {other.shard}"
+                yield name, replace(own, context=own.context // 2, layout=other)
         elif cause.dimensions[0] in ("shard", "replicate"):
             yield _batch(own)
             double = 2 * own.microbatch

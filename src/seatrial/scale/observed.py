@@ -17,6 +17,7 @@ from seatrial.hardware.counters import PortFault
 from seatrial.job.layout import Layout
 from seatrial.record.stages import (
     BACKWARD,
+    CONTEXT,
     DATA,
     FORWARD,
     HOST,
@@ -34,11 +35,20 @@ from seatrial.record.stages import (
 _KEPT = 0.9  # share of the steps that is used, without the slowest: in any run a few are disturbed
 NORMAL = 1.4826  # standard deviation / median absolute deviation of a normal distribution
 OWN_WORK = {"compute": (FORWARD, BACKWARD, OPTIMIZER), "data": (DATA,), "host": (HOST,)}
-_AXES = {"pipeline": (1,), "replicate": (2,), "shard": (3,), "tensor": (4,), "step_sum": (1, 2, 3, 4)}
+# Of steps x pipeline x replicate x sample shards x context x tensor. States are sharded over the ranks of `context` too.
+_AXES = {
+    "pipeline": (1,),
+    "replicate": (2,),
+    "shard": (3, 4),
+    "context": (4,),
+    "tensor": (5,),
+    "step_sum": (1, 2, 3, 4, 5),
+}
 _STAGE = {
     "pipeline": PIPELINE,
     "replicate": REPLICATE,
     "shard": SHARD,
+    "context": CONTEXT,
     "tensor": TENSOR,
     "step_sum": STEP_SUM,
 }
@@ -135,8 +145,8 @@ class Observed:
 
     def dimensions(self) -> list[str]:
         """Dimensions with more than one rank."""
-        sizes = {name: getattr(self.layout, name) for name in ("tensor", "shard", "replicate", "pipeline")}
-        found = [name for name, size in sizes.items() if size > 1]
+        names = ("tensor", "context", "shard", "replicate", "pipeline")
+        found = [name for name in names if getattr(self.layout, name) > 1]
         if self._merged and "replicate" in found:
             found.remove("replicate")
         return found + (["step_sum"] if self.layout.world_size > 1 else [])
@@ -149,14 +159,16 @@ class Observed:
     def groups(self, dimension: str) -> Groups:
         """The groups along `dimension`."""
         layout = self.layout
-        shape = (layout.pipeline, layout.replicate, layout.shard, layout.tensor)
-        axes = (2, 3) if dimension == "shard" and self._merged else _AXES[dimension]
+        shape = (layout.pipeline, layout.replicate, layout.sample_shards, layout.context, layout.tensor)
+        axes = (2, 3, 4) if dimension == "shard" and self._merged else _AXES[dimension]
         wait = self.seconds[self._kept][:, :, _STAGE[dimension]].reshape(-1, *shape)
         least = wait.min(axis=axes, keepdims=True).mean(axis=0)
         ranks = np.arange(layout.world_size).reshape(shape)
         inside = tuple(a - 1 for a in axes)
-        outside = tuple(a for a in range(4) if a not in inside)
-        rows = layout.pipeline if 0 not in inside else layout.data_parallel if inside == (0,) else 1
+        outside = tuple(a for a in range(len(shape)) if a not in inside)
+        rows = (
+            layout.pipeline if 0 not in inside else layout.replicate * layout.shard if inside == (0,) else 1
+        )
         members = int(np.prod([shape[a] for a in inside]))
         return Groups(least.reshape(rows, -1), ranks.transpose(*outside, *inside).reshape(rows, -1, members))
 

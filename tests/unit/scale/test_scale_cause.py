@@ -13,6 +13,7 @@ from seatrial.hardware.counters import PortFault
 from seatrial.job.layout import Layout
 from seatrial.record.stages import (
     BACKWARD,
+    CONTEXT,
     DATA,
     FORWARD,
     PIPELINE,
@@ -127,6 +128,26 @@ def test_a_node_in_the_slow_groups_of_two_dimensions_is_named() -> None:
     assert found.seconds == pytest.approx(0.5, abs=0.03)
 
 
+def test_a_slow_context_group_is_named() -> None:
+    """Context groups of 2 ranks within the ring of 4 over which states are sharded: it waits for the slow group."""
+    layout, old = Layout(shard=4, context=2), Layout(shard=2, context=2)
+    usual = {(-1, CONTEXT): 0.1, (-1, SHARD): 0.05}
+    slow = {(2, CONTEXT): 0.4, (3, CONTEXT): 0.4, (0, SHARD): 0.4, (1, SHARD): 0.4}
+    found = only(find_causes(size(old, usual), size(layout, usual | slow)))
+    assert (found.kind, found.dimensions, found.ranks) == ("network", ("context",), (2, 3))
+    assert found.seconds == pytest.approx(0.4)
+
+
+def test_slower_exchange_of_keys_is_communication() -> None:
+    layout, old = Layout(shard=4, context=2), Layout(shard=2, context=2)
+    usual = {(-1, SHARD): 0.05}
+    found = only(
+        find_causes(size(old, usual | {(-1, CONTEXT): 0.1}), size(layout, usual | {(-1, CONTEXT): 0.5}))
+    )
+    assert (found.kind, found.dimensions, found.ranks) == ("communication", ("context",), ())
+    assert found.seconds == pytest.approx(0.4)
+
+
 def test_a_slow_rail_is_named_and_its_node_is_not() -> None:
     layout, old = Layout(shard=4, tensor=2), Layout(shard=2, tensor=2)
     odd, even = range(1, 8, 2), range(0, 8, 2)
@@ -209,6 +230,8 @@ def test_waiting_for_replicas_in_shard_accuses_no_shard_group() -> None:
 def test_sizes_that_cannot_be_compared_are_refused() -> None:
     with pytest.raises(ValueError, match="pipeline"):
         find_causes(size(Layout(), {}), size(Layout(pipeline=2), {}))
+    with pytest.raises(ValueError, match="context"):
+        find_causes(size(Layout(shard=2), {}), size(Layout(shard=2, context=2), {}))
     with pytest.raises(ValueError, match="the layout has 4 ranks"):
         Observed(np.zeros((1, 2, len(STAGES))), FSDP_4, 1, 1.0)
 

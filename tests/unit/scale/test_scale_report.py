@@ -154,6 +154,9 @@ def test_without_a_known_gpu_only_the_schedule_is_known() -> None:
     assert found[-1].words.endswith("gain unknown: no GPU")
     unknown = gains(cause("communication", "shard"), small, here, None, "no GPU")
     assert [g.gain for g in unknown] == [None, None]
+    long = job("parallel.tensor=1", "parallel.pipeline=1", "parallel.context=4", "parallel.shard=2")
+    (smaller,) = gains(cause("communication", "context"), long, here, None, "no GPU")
+    assert smaller.change == "parallel.context = 2, shard = 4"
     assert gains(cause("straggler"), small, here, None, "no GPU") == ()
 
 

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 _CONNECT_TIMEOUT_S = 1.0  # of one attempt, if packets are dropped rather than refused
 _RETRY_S = 0.005
-_CLOSING_MS = 20  # how long gloo has for closing its connections before the caller continues
 
 
 class _HalfClosed:
@@ -53,7 +52,8 @@ def break_connections() -> int:
     full one and queues the message; the error that its thread reads next is passed to every waiting operation except
     those in that queue. The sender waits until gloo's timeout, and no call interrupts it. So a connection stays open
     until the peer has had time to read end-of-file: `release_connections` closes it. A peer's death can have the same
-    effect, and so can a message larger than the socket's buffer: the agent kills a rank that does not leave.
+    effect, and so can a message larger than the socket's buffer: the agent kills a rank that does not leave. Peers get
+    the FIN of a connection that gloo has closed from the next call, or from `teardown`.
     """
     with _lock:
         broken = 0
@@ -64,10 +64,8 @@ def break_connections() -> int:
             except OSError:
                 continue  # closed in the meantime
             broken += _shut_down(int(name), fd)
-        for _ in range(_CLOSING_MS):
-            time.sleep(1e-3)
-            for each in _broken.values():
-                each.end()
+        for each in _broken.values():
+            each.end()
         return broken
 
 

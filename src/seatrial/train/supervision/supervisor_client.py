@@ -31,8 +31,8 @@ NAME = "SEATRIAL_SUPERVISOR"
 TOKEN = "SEATRIAL_SUPERVISOR_TOKEN"
 
 # Until the main thread has left an abandoned generation, its connections are shut down repeatedly: it may be opening
-# new ones.
-_BREAK_AGAIN_MS = 100
+# new ones, and peers wait for the end of those that gloo has closed.
+_BREAK_AGAIN_MS = 5
 
 
 class SupervisorClient:
