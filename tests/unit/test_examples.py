@@ -120,7 +120,10 @@ class TestOptimizer:
         path.write_text(path.read_text().replace("lr = 3e-3", 'name = "momentun"\nlr = 3e-3'))
         assert validate() == 2
         said = capsys.readouterr().err
-        assert 'first-voyage.toml:40:8: error: optimizer.name: expected "adamw" or "momentum"' in said
+        assert (
+            'first-voyage.toml:40:8: error: optimizer.name: expected "adamw", "adamw_bf16" or "momentum"'
+            in said
+        )
         assert 'hint: did you mean "momentum"?' in said
 
     def test_its_name_makes_another_run_and_the_default_none(self) -> None:

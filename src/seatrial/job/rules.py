@@ -19,6 +19,7 @@ from seatrial.job.families import FAMILIES, family_named
 from seatrial.job.finding import Facts, RuleViolation
 from seatrial.job.huggingface import read_config
 from seatrial.job.numbers import divisors, either, near_multiples
+from seatrial.job.optimizers import optimizer_named
 from seatrial.job.partial import UnreadableError
 from seatrial.job.resolve import SIZES
 from seatrial.job.rules_data import DATA_RULES
@@ -26,6 +27,7 @@ from seatrial.job.rules_layout import LAYOUT_RULES
 from seatrial.storage import is_remote, open_store
 from seatrial.storage.names import FILE
 
+_LEAST_BF16_CHANGE = 2**-8  # spacing of bf16 values, relative
 _LEAST_CLIP = 1e-12
 BEATS_BEFORE_LOST = 4  # heartbeat intervals of silence that a node must be allowed
 
@@ -111,6 +113,21 @@ def _clip(facts: Facts) -> Iterator[RuleViolation]:
             f"clip_norm {norm:g} is too small: clipped gradients would vanish in fp32",
             "a common value is clip_norm = 1.0; 0 disables clipping",
         )
+
+
+def _moments(facts: Facts) -> Iterator[RuleViolation]:
+    optimizer = facts.job.optimizer
+    if optimizer_named(optimizer.name).state_precision != "bf16":
+        return
+    for key in ("beta1", "beta2"):
+        beta = getattr(optimizer, key)
+        if 1 - beta < _LEAST_BF16_CHANGE:
+            yield RuleViolation(
+                (f"optimizer.{key}", "optimizer.name"),
+                f"{key} {beta:g} is too close to 1 for {optimizer.name}: an update moves a moment by {1 - beta:.1%} of its "
+                "distance to the new value, and bf16 cannot store changes of less than 0.4 %",
+                f'use {key} = 0.99 or less, or name = "adamw"',
+            )
 
 
 def _sequence_positions(facts: Facts) -> Iterator[RuleViolation]:
@@ -371,6 +388,7 @@ RULES: tuple[Rule, ...] = (
     _rope_scaling,
     _update_size,
     _clip,
+    _moments,
     _sequence_positions,
     _warmup,
     _decay,

@@ -323,7 +323,7 @@ class TrainSection(Section):
     microbatch: Count = Field(default=1, description="sequences a rank works on at once")
     precision: Literal["fp32", "bf16"] = Field(
         default="bf16",
-        description="of matrix products; weights and optimizer state stay fp32",
+        description="of matrix products; weights stay fp32, and so does optimizer state, see optimizer.name",
     )
     activation_checkpointing: Literal["none", "full"] = Field(
         default="none", description="full: keep each layer's input only and recompute the rest"
@@ -388,7 +388,8 @@ class OptimizerSection(Section):
 
     name: Annotated[str, NameIn(OPTIMIZERS)] = Field(
         default=ADAMW.name,
-        description="how weights are updated: adamw, or one that an installed package adds; it reads the keys below",
+        description="how weights are updated: adamw; adamw_bf16, with moments in bf16; or one that an installed package adds. It reads "
+        "the keys below",
     )
     lr: Annotated[float, Field(ge=1e-12, le=1)] = Field(description="peak learning rate")
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(

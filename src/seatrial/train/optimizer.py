@@ -13,6 +13,9 @@ from seatrial.job.optimizers import OPTIMIZERS, optimizer_named
 from seatrial.job.schema import OptimizerSection
 from seatrial.parallel.build import Shard
 
+_STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_PART = 1 << 23  # values that an elementwise rule gets at once: its temporaries are 32 MiB each
+
 
 @dataclass
 class _Slot:
@@ -42,9 +45,14 @@ class ShardedOptimizer(ABC):
 
     def __init__(self, shards: list[Shard], settings: OptimizerSection) -> None:
         # State is created now, not in the first step, so that a checkpoint can be read straight into it.
-        names = optimizer_named(settings.name).states
+        known = optimizer_named(settings.name)
+        dtype = _STATE_DTYPES[known.state_precision]
         self._slots = [
-            _Slot(s, nn.Parameter(s.local), {name: torch.zeros_like(s.local) for name in names})
+            _Slot(
+                s,
+                nn.Parameter(s.local),
+                {name: torch.zeros_like(s.local, dtype=dtype) for name in known.states},
+            )
             for s in shards
             if s.local.numel()
         ]
@@ -170,7 +178,10 @@ class ElementwiseOptimizer(ShardedOptimizer):
         decay: float,
         count: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The new values and states. Leaves its arguments unchanged. `count`: of this update, from 1."""
+        """The new values and states, of any precision. Leaves its arguments unchanged. `count`: of this update, from 1.
+
+        It may get a part of a parameter, with the same part of its gradient and states.
+        """
 
     def counts(self) -> list[Tensor]:
         return [self._count]
@@ -183,9 +194,34 @@ class ElementwiseOptimizer(ShardedOptimizer):
             if gradient is None:
                 continue
             decay = self.settings.weight_decay if slot.decays else 0.0
-            values, state = self.rule(slot.parameter, gradient, slot.state, lr=lr, decay=decay, count=count)
-            # Selected on the device, without a host sync; a refused update may contain NaN.
-            slot.parameter.copy_(torch.where(refused, slot.parameter, values))
-            for key, kept in slot.state.items():
-                kept.copy_(torch.where(refused, kept, state[key]))
+            rows = max(1, _PART * len(gradient) // gradient.numel())
+            tensors = (slot.parameter, gradient, *slot.state.values())
+            for values, part, *states in zip(*(t.split(rows) for t in tensors), strict=True):
+                kept = dict(zip(slot.state, states, strict=True))
+                new = self.rule(values, part, kept, lr=lr, decay=decay, count=count)
+                # Selected on the device, without a host sync; a refused update may contain NaN.
+                values.copy_(torch.where(refused, values, new[0]))
+                for key, state in kept.items():
+                    state.copy_(torch.where(refused, state, new[1][key]))
         self._count.copy_(torch.where(refused, self._count, count))
+
+
+class Bf16AdamW(ElementwiseOptimizer):
+    """AdamW whose moments are stored in bf16 and updated in fp32 (arXiv:2412.19437, section 3.3.3)."""
+
+    def rule(
+        self,
+        values: Tensor,
+        gradient: Tensor,
+        state: Mapping[str, Tensor],
+        *,
+        lr: float,
+        decay: float,
+        count: Tensor,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        beta1, beta2 = self.settings.beta1, self.settings.beta2
+        mean = state["exp_avg"].float().lerp_(gradient, 1 - beta1)
+        square = state["exp_avg_sq"].float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        scale = square.div(1 - beta2**count).sqrt_().add_(self.settings.eps)
+        step = mean.div(scale).mul_(lr / (1 - beta1**count))
+        return torch.sub(values * (1 - lr * decay), step), {"exp_avg": mean, "exp_avg_sq": square}

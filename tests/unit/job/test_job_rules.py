@@ -77,6 +77,7 @@ from seatrial.job.schema import JobFile
             None,
         ),
         (("optimizer.lr=0.5", "optimizer.weight_decay=2.0"), "--set optimizer.weight_decay=2.0", "lr 0.5 x weight_decay 2 = 1", "optimizer.weight_decay=1.9"),
+        (("optimizer.name=adamw_bf16", "optimizer.beta2=0.999"), "--set optimizer.beta2=0.999", "beta2 0.999 is too close to 1 for adamw_bf16", "optimizer.beta2=0.99"),
         (("optimizer.clip_norm=1e-30",), "--set optimizer.clip_norm=1e-30", "clip_norm 1e-30 is too small", "optimizer.clip_norm=0"),
         (("model.qk_norm=true",), "--set model.qk_norm=true", 'qk_norm = true with family "qwen2"', "model.qk_norm=false"),
     ],

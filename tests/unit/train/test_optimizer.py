@@ -1,4 +1,4 @@
-"""AdamW on shards against torch's own on whole tensors."""
+"""AdamW on shards against torch's own on whole tensors; with bf16 moments against torch's with moments rounded after each step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch import nn
 from seatrial.base.box import Box
 from seatrial.job.schema import OptimizerSection
 from seatrial.parallel.build import Shard
-from seatrial.train.optimizer import ShardedAdamW
+from seatrial.train import optimizer as optimizers
+from seatrial.train.optimizer import Bf16AdamW, ShardedAdamW, ShardedOptimizer
 
 SETTINGS = OptimizerSection(lr=1e-2, weight_decay=0.1)
 
@@ -57,6 +58,41 @@ def test_matches_torch_adamw_with_decay_on_matrices_only() -> None:
         assert all(p.grad is None for p in ours)
     for p, q in zip(ours, theirs, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+
+
+BF16 = OptimizerSection(name="adamw_bf16", lr=1e-2, weight_decay=0.1)
+
+
+@pytest.mark.parametrize("part", [10, 1 << 23])
+def test_bf16_moments_match_torch_adamw_with_rounded_moments(
+    monkeypatch: pytest.MonkeyPatch, part: int
+) -> None:
+    """Also with a rule that gets two of six rows at once."""
+    monkeypatch.setattr(optimizers, "_PART", part)
+    ours, theirs = make(), make()
+    sharded = Bf16AdamW([shard("w", ours[0]), shard("norm", ours[1])], BF16)
+    peer = torch.optim.AdamW(
+        [{"params": [theirs[0]]}, {"params": [theirs[1]], "weight_decay": 0.0}],
+        lr=1e-2,
+        betas=(0.9, 0.95),
+        weight_decay=0.1,
+        foreach=False,
+    )
+    for step in range(8):
+        for p, q, g in zip(ours, theirs, gradients(step), strict=True):
+            p.grad, q.grad = g.clone(), g.clone()
+        sharded.update(1e-2, None)
+        peer.step()
+        for p, q in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
+        for state in peer.state.values():
+            for key in ("exp_avg", "exp_avg_sq"):
+                state[key].copy_(state[key].bfloat16())
+    for key, s, values in sharded.state():
+        peers = peer.state[theirs[0] if s.name == "w" else theirs[1]][key]
+        assert values.dtype == torch.bfloat16
+        torch.testing.assert_close(values.float(), peers, rtol=2**-7, atol=0)
+    assert not torch.equal(ours[0], make()[0])
 
 
 def test_replicated_parameters_count_once_in_the_norm() -> None:
@@ -116,9 +152,12 @@ def test_a_rank_with_an_empty_shard() -> None:
 
 
 @pytest.mark.parametrize("scale", [None, float("nan"), 0.0])
-def test_refused_updates_change_no_bit_until_allow(scale: float | None) -> None:
+@pytest.mark.parametrize(("kind", "settings"), [(ShardedAdamW, SETTINGS), (Bf16AdamW, BF16)])
+def test_refused_updates_change_no_bit_until_allow(
+    kind: type[ShardedOptimizer], settings: OptimizerSection, scale: float | None
+) -> None:
     ours = make()
-    optimizer = ShardedAdamW([shard("w", ours[0]), shard("norm", ours[1])], SETTINGS)
+    optimizer = kind([shard("w", ours[0]), shard("norm", ours[1])], settings)
 
     def step(number: int, factor: float | None) -> None:
         for p, g in zip(ours, gradients(number), strict=True):
@@ -141,7 +180,7 @@ def test_refused_updates_change_no_bit_until_allow(scale: float | None) -> None:
     step(1, 0.5)
     after = everything()
     other = make()
-    again = ShardedAdamW([shard("w", other[0]), shard("norm", other[1])], SETTINGS)
+    again = kind([shard("w", other[0]), shard("norm", other[1])], settings)
     for number in range(2):
         for p, g in zip(other, gradients(number), strict=True):
             p.grad = g

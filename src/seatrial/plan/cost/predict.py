@@ -80,12 +80,12 @@ def _stack(name: str, optimizer: str, sharded: bool) -> Stack:
         stack = replace(stack, accumulate=stacks()["torchtitan"].accumulate)
     if optimizer == ADAMW.name:
         return stack
-    # stacks.toml assumes AdamW. Each state is read and written once an update.
-    more = optimizer_named(optimizer).state_bytes - ADAMW.state_bytes
+    # stacks.toml assumes AdamW. Each state is read and written once an update, or more often without a fused kernel.
+    known = optimizer_named(optimizer)
+    more = known.state_bytes - ADAMW.state_bytes
     weights, gradients, states = stack.state_bytes
-    return replace(
-        stack, state_bytes=(weights, gradients, states + more), optimizer=stack.optimizer + 2 * more
-    )
+    traffic = stack.optimizer + 2 * more + known.unfused_bytes
+    return replace(stack, state_bytes=(weights, gradients, states + more), optimizer=traffic)
 
 
 def predict(

@@ -104,7 +104,7 @@ def account(
         note = "fp32 copies that the optimizer updates"
         lines.append(line("master weights", lambda m: m.optimizer * masters / state, note, masters))
     if own := optimizer.state_bytes:
-        note = "AdamW's two, fp32" if optimizer is ADAMW else f"{', '.join(optimizer.states)}: fp32"
+        note = f"{', '.join(optimizer.states)}: {optimizer.state_precision}"
         lines.append(line("moments", lambda m: m.optimizer * own / state, note, own))
     if most is not None:
         lines += [
