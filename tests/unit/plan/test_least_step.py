@@ -1,10 +1,11 @@
-"""The lower bound by which a search skips layouts: below every prediction, and near the best ones."""
+"""The lower bound by which a search skips layouts: below every prediction, and near most of them."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 
 import pytest
 
@@ -43,6 +44,9 @@ def test_every_step_takes_longer_than_its_bound(name: str, overrides: tuple[str,
             ways = [recipe]
             if can_overlap(recipe, stack_for(recipe)):
                 ways.append(replace(recipe, async_tensor=True))
-            shares += [least_step(r) / predict(job.architecture, r, cluster).step_s for r in ways]
+            for way in ways:
+                step_s = predict(job.architecture, way, cluster).step_s
+                assert least_step(way) <= least_step.closer(way) < step_s
+                shares.append(least_step.closer(way) / step_s)
     assert len(shares) > 100
-    assert 0.95 < max(shares) < 1
+    assert mean(shares) > 0.9

@@ -135,7 +135,8 @@ def search(
         too_large += not fits
     for least_s, with_margin, recipe in sorted(fitting, key=lambda entry: entry[0]):
         best = (sure if with_margin else choices).get(pair(recipe))
-        if best is not None and least_s >= best.prediction.step_s:
+        bar = math.inf if best is None else best.prediction.step_s
+        if least_s >= bar or least_step.closer(recipe) >= bar:
             continue
         if recipe.async_tensor and refusal(job, cluster, recipe) is not None:
             continue
