@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 
 from seatrial.job.architecture import Architecture
@@ -74,9 +74,10 @@ class LeastStep:
     def _passes(self, recipe: Recipe) -> _Passes:
         layout, fabric = recipe.layout, Fabric.of(self.cluster, recipe)
         split = layout.pipeline > 1 and schedule_named(layout.schedule).split_backward
-        # The sizes that `work` does not depend on are the same in all keys.
-        alike = Layout(2 if split else 1, tensor=layout.tensor, schedule=layout.schedule if split else "1f1b")
-        key = (replace(recipe, layout=alike, reshard=True), recipe.microbatches > 1, fabric.cluster.domain)
+        # All settings but those that `work` does not depend on. A tuple of values is hashed faster than a Recipe.
+        sizes = (layout.tensor, layout.schedule if split else "")
+        settings = {**vars(recipe), "layout": sizes, "reshard": None}
+        key = (*settings.values(), recipe.microbatches > 1, fabric.cluster.domain)
         if key not in self._known:
             stack = stack_for(recipe, self.stack)
             pace = (self.calibration or shipped()).pace(stack.name, self.cluster.gpu, recipe.precision)
