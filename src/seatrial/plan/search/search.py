@@ -28,7 +28,7 @@ from seatrial.plan.cost.predict import Prediction, capacity, predict, stack_for
 from seatrial.plan.cost.stacks import Stack
 from seatrial.plan.model.cluster import Cluster
 from seatrial.plan.model.recipe import Recipe, Recompute
-from seatrial.plan.search.least_step import LeastStep
+from seatrial.plan.search.step_lower_bound import StepLowerBound
 from seatrial.plan.search.legal import refusal
 
 MICROBATCHES = (1, 2, 4, 8, 16, 32)
@@ -94,7 +94,7 @@ def search(
     tried = too_large = 0
     least = float("inf")
     room = capacity(cluster)
-    least_step = LeastStep(model, cluster, stack, calibration)
+    lower_bound = StepLowerBound(model, cluster, stack, calibration)
     # Layouts that fit: a lower bound of the step time, and whether they do with margin.
     fitting: list[tuple[float, bool, Recipe]] = []
 
@@ -123,11 +123,11 @@ def search(
             if needless:
                 break
             with_margin = judge(needs, room).sure
-            fitting.append((least_step(recipe), with_margin, recipe))
+            fitting.append((lower_bound(recipe), with_margin, recipe))
             if can_overlap(recipe, behaviour):
                 # It does not save memory: if a layout does not fit with margin without it, it does not with it.
                 recipe = replace(recipe, async_tensor=True)
-                fitting.append((least_step(recipe), with_margin, recipe))
+                fitting.append((lower_bound(recipe), with_margin, recipe))
             if with_margin:
                 if not place:
                     roomy = layout
@@ -136,7 +136,7 @@ def search(
     for least_s, with_margin, recipe in sorted(fitting, key=lambda entry: entry[0]):
         best = (sure if with_margin else choices).get(pair(recipe))
         bar = math.inf if best is None else best.prediction.step_s
-        if least_s >= bar or least_step.closer(recipe) >= bar:
+        if least_s >= bar or lower_bound.closer(recipe) >= bar:
             continue
         if recipe.async_tensor and refusal(job, cluster, recipe) is not None:
             continue

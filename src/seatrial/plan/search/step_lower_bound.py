@@ -30,7 +30,7 @@ class _Passes:
 
 
 @dataclass(frozen=True)
-class LeastStep:
+class StepLowerBound:
     """Lower bounds of the step times of one model's layouts on all of `cluster`, with one of the built-in schedules.
 
     A step takes the slowest rank's passes, and filling and draining the pipeline. Left out is the optimizer, whose time
