@@ -15,8 +15,8 @@ from seatrial.plan.cost.accumulate import accumulate_options
 from seatrial.plan.cost.overlap import can_overlap
 from seatrial.plan.cost.predict import predict, stack_for
 from seatrial.plan.model.place import hardware_of
-from seatrial.plan.search.step_lower_bound import StepLowerBound
 from seatrial.plan.search.search import RECOMPUTES, legal
+from seatrial.plan.search.step_lower_bound import StepLowerBound
 
 PLANS = Path(__file__).parents[2] / "fixtures" / "plans"
 

@@ -11,10 +11,10 @@ from seatrial.plan.cost.overlap import can_overlap
 from seatrial.plan.cost.predict import Prediction, stack_for
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.report.advice import Predictor, Suggestion, single_changes
-from seatrial.plan.search.step_lower_bound import StepLowerBound
 from seatrial.plan.search.legal import refusal
 from seatrial.plan.search.scaling import resized
 from seatrial.plan.search.search import MOST_OVER, TIE_MARGIN, Found
+from seatrial.plan.search.step_lower_bound import StepLowerBound
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ from seatrial.plan.cost.predict import Prediction, capacity, predict, stack_for
 from seatrial.plan.cost.stacks import Stack
 from seatrial.plan.model.cluster import Cluster
 from seatrial.plan.model.recipe import Recipe, Recompute
-from seatrial.plan.search.step_lower_bound import StepLowerBound
 from seatrial.plan.search.legal import refusal
+from seatrial.plan.search.step_lower_bound import StepLowerBound
 
 MICROBATCHES = (1, 2, 4, 8, 16, 32)
 RECOMPUTES: tuple[Recompute, ...] = ("none", "full")
