@@ -142,6 +142,17 @@ def test_no_step_needs_more_than_the_network_rate(case: Case) -> None:
     assert found.traffic.leaving.sent / found.step_s <= carries * (1 + 1e-9)
 
 
+def test_gradients_do_not_travel_with_keys_and_values() -> None:
+    """Both leave the node. 4 layers without grouped-query attention: the exchange takes as long as the attention."""
+    model = replace(
+        MODEL, num_key_value_heads=MODEL.num_attention_heads, num_hidden_layers=4, vocab_size=1024
+    )
+    recipe = Recipe(2048, 4, 4, Layout(tensor=4), context=4, sharding="optimizer", recompute="full")
+    cluster = Cluster(H100, 2, 8, replace(NDR, gbps_per_nic=200.0))
+    found = predict(model, recipe, cluster, stack="torchtitan")
+    assert found.traffic.leaving.sent / found.step_s <= 25e9
+
+
 @given(case=cases(), factor=st.sampled_from([2, 3, 4, 8, 16]))
 @EXAMPLES
 def test_a_larger_domain_is_never_slower(case: Case, factor: int) -> None:

@@ -230,7 +230,7 @@ def gathered_layer(
     # In every microbatch, and in the last one only, where it overlaps with that backward pass alone.
     always = scatter * (_reductions(recipe, stack) > 1) + copies * (_sums(recipe, stack) > 1)
     last = scatter + copies - always
-    compute_f, compute_b = w.forward.total, (w.backward + w.again).total
+    compute_f, compute_b = w.forward.window, (w.backward + w.again).window
     backward += always
     hidden_f = min(forward, compute_f) * stack.hide_data
     hidden_b = (min(backward, compute_b) * (micro - 1) + min(backward + last, compute_b)) / micro
@@ -302,8 +302,8 @@ def data_once(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Stack,
     reduce = fabric.seconds("all_reduce" if whole else "reduce_scatter", grads, at)
     spread = 0.0 if recipe.sharding == "none" else fabric.seconds("all_gather", 2.0 * mine, at)
     # Gradients overlap with the last microbatch's backward pass, weights with the first one's forward pass.
-    window_b = (w.backward + w.again).total * rank_layers
-    window_f = w.forward.total * rank_layers
+    window_b = (w.backward + w.again).window * rank_layers
+    window_f = w.forward.window * rank_layers
     hidden_b = min(reduce, window_b) * stack.hide_data
     hidden_f = min(spread, window_f) * stack.hide_data
     exposed = reduce - hidden_b + spread - hidden_f

@@ -49,6 +49,7 @@ class Pass:
     tensor: float = 0.0  # tensor-parallel communication
     context: float = 0.0
     slowed: float = 0.0  # slowdown of computation by overlapped tensor-parallel communication
+    exchange: float = 0.0  # in which keys and values leave the NVLink domain, exposed (`context`) or not
 
     @property
     def kernels(self) -> float:
@@ -57,6 +58,11 @@ class Pass:
     @property
     def total(self) -> float:
         return self.kernels + self.tensor + self.context + self.slowed
+
+    @property
+    def window(self) -> float:
+        """Seconds in which the network is free for other messages."""
+        return self.total - self.exchange
 
     def __add__(self, other: Pass) -> Pass:
         # Written out for speed: a search adds and scales some hundred thousand of them.
@@ -67,6 +73,7 @@ class Pass:
             self.tensor + other.tensor,
             self.context + other.context,
             self.slowed + other.slowed,
+            self.exchange + other.exchange,
         )
 
     def times(self, factor: float) -> Pass:
@@ -77,6 +84,7 @@ class Pass:
             self.tensor * factor,
             self.context * factor,
             self.slowed * factor,
+            self.exchange * factor,
         )
 
 
@@ -146,14 +154,14 @@ class _WorkBuilder:
         # Plain tensor parallel also reorders what it gathers a second time.
         back_copies = copies if parts > 1 else 1.5 * copies
         attention_f, attention_b = self._attention()
-        tensor, context = self._tensor(), self._context(attention_f)
+        tensor, (context, exchange) = self._tensor(), self._context(attention_f)
         gap = stack.gap_s
-        f = Pass(forward, attention_f, self.kernels.move(moved_f + copies) + gap, tensor, context)
+        moved = self.kernels.move(moved_f + copies) + gap
+        f = Pass(forward, attention_f, moved, tensor, context, exchange=exchange)
         gathers = tensor * self._backward_gathers()
-        back_context = context if stack.name in OURS else 2 * context
-        b = Pass(
-            backward, attention_b, self.kernels.move(moved_b + back_copies) + 2 * gap, gathers, back_context
-        )
+        twice = 1 if stack.name in OURS else 2
+        moved = self.kernels.move(moved_b + back_copies) + 2 * gap
+        b = Pass(backward, attention_b, moved, gathers, twice * context, exchange=twice * exchange)
         redone = REDONE[r.recompute]
         last, sent = 0.0, redone[3]
         if r.recompute == "full" and stack.layer_states == "ours":
@@ -164,6 +172,7 @@ class _WorkBuilder:
             f.operators * redone[2],
             f.tensor * sent,
             f.context * redone[1],
+            exchange=f.exchange * redone[1],
         )
         v = model.vocab_size // n
         head = self.kernels.product(t, v, h)
@@ -211,6 +220,7 @@ class _WorkBuilder:
             p.operators * q * kinds.operators,
             p.tensor,
             p.context,
+            exchange=p.exchange,
         )
 
     def _attention(self) -> tuple[float, float]:
@@ -305,18 +315,21 @@ class _WorkBuilder:
         again = self.recipe.sequence_parallel and self.stack.layer_states == "megatron"
         return 1.5 if again else 1.0
 
-    def _context(self, attention: float) -> float:
-        """Exposed seconds of exchanging keys and values in the context group, beyond the overlap with attention.
+    def _context(self, attention: float) -> tuple[float, float]:
+        """Seconds of exchanging keys and values in the context group: exposed, beyond the overlap with attention; and all of
+        them, if they leave the NVLink domain.
 
         Ours overlaps nothing.
         """
         r = self.recipe
         if r.context == 1:
-            return 0.0
+            return 0.0, 0.0
         at = group(self.fabric.cluster, stride=r.layout.tensor, size=r.context)
         n_bytes = 2.0 * r.tokens * r.context * 2 * self.model.kv_width / r.layout.tensor
+        seconds = self.fabric.seconds("all_gather", n_bytes, at)
+        leaving = seconds if at.domains > 1 else 0.0
         if self.stack.name in OURS:
-            return self.fabric.seconds("all_gather", n_bytes, at)
+            return seconds, leaving
         # The backward pass exchanges twice as much and has longer attention: the pass with less overlap counts for both.
         hidden = min(attention, self._attention()[1] / 2)
-        return max(0.0, self.fabric.seconds("all_gather", n_bytes, at) - hidden)
+        return max(0.0, seconds - hidden), leaving
