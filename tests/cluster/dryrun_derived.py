@@ -43,8 +43,10 @@ def derived(job: Job, rank: int, device: str) -> Derived:
         hidden = B * T * D * width
         gathers, scatters = 6 * layers, 4 * layers  # two gathers are repeated for the weights' gradients
         if train.activation_checkpointing == "full":
-            gathers += 2 * layers
-            scatters += layers  # the last scatter of a layer gives nothing that the backward pass wants
+            sizes = (len(layout.stage_layers(s, arch.num_hidden_layers)) for s in stages)
+            redone = sum(-(-size // train.recompute_every_layers) for size in sizes)
+            gathers += 2 * redone
+            scatters += redone  # the last scatter of a layer gives nothing that the backward pass wants
         # Asynchronous tensor parallel sends each of those of the layers in p parts.
         p = parts(B, T // n) if job.parallel.async_tensor else 1
         for kind, calls in (("all-gather", gathers), ("reduce-scatter", scatters)):

@@ -133,7 +133,7 @@ def rate_span(p: Prediction) -> str:
 def batches(recipe: Recipe) -> str:
     """How a layout splits its batch: "32 microbatches of 8, async_tensor"."""
     behind = ", async_tensor" if recipe.async_tensor else ""
-    again = ", full recomputation" if recipe.recompute == "full" else ""
+    again = "" if recipe.recompute == "none" else f", {recipe.recomputation}"
     many_of = f"{many(recipe.microbatches, 'microbatch', 'microbatches')} of {recipe.microbatch}"
     return f"{many_of}{behind}{again}{', sharded gradients' if _shards_gradients(recipe) else ''}"
 
@@ -143,14 +143,22 @@ def _shards_gradients(recipe: Recipe) -> bool:
     return recipe.accumulate == "sharded" and recipe.microbatches > 1
 
 
+def _recomputes(recipe: Recipe, *, short: bool = False) -> list[str]:
+    if recipe.recompute == "none":
+        return []
+    kind = "" if recipe.recompute == "full" else recipe.recompute if short else f"{recipe.recompute}ly"
+    some = f"1 of {recipe.recompute_every} layers" if recipe.recompute_every > 1 else ""
+    words = (kind or "recomputes", some) if short else ("recomputes", kind, some)
+    return [" ".join(word for word in words if word)]
+
+
 def settings(recipe: Recipe, *, short: bool = False) -> str:
     """Settings of a layout other than its sizes: microbatch, schedule, recomputation, resharding."""
     entries = [f"{'mb' if short else 'microbatch'} {recipe.microbatch}"]
     layout = recipe.layout
     if layout.pipeline > 1:
         entries.append(layout.schedule.removesuffix("-1f1b") if short else layout.schedule)
-    if recipe.recompute != "none":
-        entries.append("recomputes" if recipe.recompute == "full" else f"recomputes {recipe.recompute}")
+    entries += _recomputes(recipe, short=short)
     if layout.pipeline == 1 and recipe.shard_ranks > 1:
         entries.append("reshards" if recipe.reshard else "no reshard")
     if _shards_gradients(recipe):
@@ -248,8 +256,7 @@ def brief(recipe: Recipe) -> str:
     entries = [short(recipe), f"mb {recipe.microbatch}"]
     if schedule_named(recipe.layout.schedule).split_backward:
         entries.append(recipe.layout.schedule)
-    if recipe.recompute != "none":
-        entries.append("recomputes")
+    entries += _recomputes(recipe)
     if _shards_gradients(recipe):
         entries.append("sharded gradients")
     return ", ".join(entries)

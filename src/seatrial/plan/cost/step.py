@@ -335,6 +335,7 @@ def rank_traffic(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Sta
     again = REDONE[r.recompute][3]
     if r.recompute == "full" and stack.layer_states == "ours":
         again = EARLY_STOP
+    again *= r.recomputed_of(layout.rank_layers(rank, model.num_hidden_layers)) / layers
     ends = (rank == 0) + (rank == layout.pipeline - 1)
     messages = layers * (4 * (2 + again) + 2 * (stack.name in OURS)) + 2 * ends
     if (

@@ -169,7 +169,7 @@ def _free(job: Job) -> tuple[tuple[int, ...], tuple[Recompute, ...]]:
     micro = (train.microbatch,) if job.wrote("train.microbatch") else MICROBATCHES
     if not job.wrote("train.activation_checkpointing"):
         return micro, RECOMPUTES
-    return micro, ("full" if train.activation_checkpointing == "full" else "none",)
+    return micro, (train.activation_checkpointing,)
 
 
 def _fastest(job: Job, place: Hardware, cluster: Cluster, calibration: Calibration | None) -> Chosen:

@@ -18,12 +18,13 @@ from seatrial.job.architecture import Architecture
 from seatrial.job.job import Job
 from seatrial.job.layout import Layout
 from seatrial.job.numbers import divisors
-from seatrial.job.schedules import SCHEDULES
+from seatrial.job.schedules import SCHEDULES, schedule_named
 from seatrial.job.settled import reopened
 from seatrial.plan.cost.accumulate import accumulate_options, adapted
 from seatrial.plan.cost.calibration import ROWS, Calibration
 from seatrial.plan.cost.memory import memory
-from seatrial.plan.cost.overlap import can_overlap, overlaps, part_count, reorder_bytes
+from seatrial.plan.cost.memory_fit import judge
+from seatrial.plan.cost.overlap import OURS, can_overlap, overlaps, part_count, reorder_bytes
 from seatrial.plan.cost.predict import Prediction, capacity, predict, stack_for
 from seatrial.plan.cost.stacks import Stack
 from seatrial.plan.model.cluster import Cluster
@@ -31,7 +32,11 @@ from seatrial.plan.model.recipe import Recipe, Recompute
 from seatrial.plan.search.legal import refusal
 
 MICROBATCHES = (1, 2, 4, 8, 16, 32)
-RECOMPUTES: tuple[Recompute, ...] = ("none", "full")
+RECOMPUTES: tuple[Recompute, ...] = (
+    "none",
+    "selective",
+    "full",
+)  # from the fastest to the one that saves most
 STAGES_PER_RANK = (2, 4)
 CONTEXTS = (2, 4, 8, 16)
 # The same configuration differs by this much between releases: closer layouts count as equally fast.
@@ -39,6 +44,8 @@ TIE_MARGIN = ROWS
 # A layout that needs more than this many times the memory of a GPU is not considered further.
 MOST_OVER = 2.0
 LEAST_TOKENS = 8192  # of a sequence on one rank: shorter ones need no context parallel
+
+Kernels = dict[tuple[object, ...], tuple[float, float]]
 
 # After `parallel = "auto"` the plan searches the same layouts again.
 predicted = lru_cache(maxsize=1 << 13)(predict)
@@ -62,7 +69,7 @@ class Found:
     tried: int  # legal layouts, each counted once for all values of `async_tensor` and `accumulate`
     too_large: int  # of them, those that do not fit
     refused: dict[str, int]  # combinations that a rule refuses, by its key
-    least_bytes: float  # least memory on a GPU of all layouts
+    least_bytes: float  # least memory on a GPU of all layouts, if none fits with margin
     sure: tuple[Choice, ...] = ()  # as `choices`, of layouts that fit with margin
     outsized: tuple[Recipe, ...] = ()  # do not fit, but need at most `MOST_OVER` times the available memory
 
@@ -103,34 +110,49 @@ def search(
                 kept[key] = Choice(recipe, found, limit(found, room))
 
     either = reopened(job)
-    roomy: Recipe | None = None  # the last layout that fits with margin as it is
+    # Kernels of a step, and without the copies that asynchronous tensor parallel saves, by what they depend on.
+    kernels: Kernels = {}
+    # The last layout without its recomputation; whether it fits with margin; with which values of `accumulate` it fits.
+    last: Recipe | None = None
+    roomy, fitted = False, set[str]()
     for layout in legal(job, cluster, refused, microbatches, recomputes, stack):
         tried += 1
-        # Recomputation only saves memory: it is needless if the layout fits with margin without it.
-        needless = roomy is not None and roomy == replace(layout, recompute="none")
+        plain = replace(layout, recompute="none")
+        if plain != last:
+            last, roomy, fitted = plain, False, set()
+        if roomy:
+            continue  # recomputation only saves memory
         fits = False
         for place, recipe in enumerate(accumulate_options(either, layout, stack)):
-            needs = memory(model, recipe, stack_for(recipe, stack)).reserved
+            behaviour, key = stack_for(recipe, stack), pair(recipe)
+            least_s, least_async_s = kernel_bounds(recipe, kernels)
+            bars = [kept[key].prediction.step_s if key in kept else math.inf for kept in (choices, sure)]
+            if least_s >= max(bars) and recipe.accumulate in fitted:
+                fits = True  # as with less recomputation, and no better
+                if can_overlap(recipe, behaviour):
+                    waiting[key].append((least_async_s, recipe))
+                continue
+            needs = memory(model, recipe, behaviour).reserved
             least = min(least, needs)
             if needs > room:
                 if needs <= MOST_OVER * room:
                     outsized.append(recipe)
                 continue
-            fits = True
-            if needless:
-                break
-            found = predicted(model, recipe, cluster, calibration=calibration, stack=stack)
-            take(recipe, found)
-            if can_overlap(recipe, behaviour := stack_for(recipe, stack)):
-                least_s = step_lower_bound(model, recipe, behaviour, found)
-                waiting[pair(recipe)].append((least_s, recipe))
-            if found.verdict.sure:
-                if not place:
-                    roomy = layout
+            fits, sure_fit = True, judge(needs, room).sure
+            fitted.add(recipe.accumulate)
+            if least_s < (max(bars) if sure_fit else bars[0]):
+                found = predicted(model, recipe, cluster, calibration=calibration, stack=stack)
+                take(recipe, found)
+                note_kernels(model, recipe, behaviour, found, kernels)
+                least_async_s = step_lower_bound(model, recipe, behaviour, found)
+            if can_overlap(recipe, behaviour):
+                waiting[key].append((least_async_s, recipe))
+            if sure_fit:
+                roomy = not place
                 break  # the other value only saves memory
         too_large += not fits
-    for key, plain in waiting.items():
-        for least_s, recipe in sorted(plain, key=lambda pair: pair[0]):
+    for key, entries in waiting.items():
+        for least_s, recipe in sorted(entries, key=lambda pair: pair[0]):
             # It does not save memory: if no layout fits with margin without it, none does with it.
             if least_s >= max(kept[key].prediction.step_s for kept in (choices, sure) if key in kept):
                 break  # nor can a later one be faster
@@ -177,11 +199,46 @@ def step_lower_bound(model: Architecture, recipe: Recipe, stack: Stack, found: P
     """
     p = found.parts
     hidden = (1 - stack.contention) * (1 - 6 / 8 / part_count(recipe))
+    share = _copied(model, recipe, stack)
+    again = 1 if recipe.recompute == "none" else 2
+    return found.step_s - hidden * p.tensor - share * again * p.operators - max(hidden, share) * p.bubble
+
+
+def note_kernels(
+    model: Architecture, recipe: Recipe, stack: Stack, found: Prediction, kernels: Kernels
+) -> None:
+    """Keep the seconds of a step's kernels for `kernel_bounds`; `found`: without asynchronous tensor parallel."""
+    p = found.parts
+    whole = p.products + p.attention + p.operators + p.recomputation
+    again = 1 if recipe.recompute == "none" else 2
+    kernels.setdefault(
+        _same_kernels(recipe), (whole, whole - _copied(model, recipe, stack) * again * p.operators)
+    )
+
+
+def kernel_bounds(recipe: Recipe, kernels: Kernels) -> tuple[float, float]:
+    """Lower bounds of the step time without and with asynchronous tensor parallel: kernels and pipeline warm-up."""
+    at = recipe.layout
+    fill = 0.0
+    if not schedule_named(at.schedule).split_backward:
+        fill = (at.pipeline - 1) / (recipe.microbatches * at.stages_per_rank)
+    plain, overlapped = kernels.get(_same_kernels(recipe), (0.0, 0.0))
+    return plain * (1 + fill), overlapped * (1 + fill)
+
+
+def _same_kernels(r: Recipe) -> tuple[object, ...]:
+    """What the kernels of a step depend on, in one search."""
+    at = r.layout
+    stages = at.stages if r.recompute_every > 1 else 0
+    split = at.pipeline > 1 and schedule_named(at.schedule).split_backward
+    return at.tensor, r.context, r.microbatch, r.recompute, r.accumulate, r.microbatches > 1, split, stages
+
+
+def _copied(model: Architecture, recipe: Recipe, stack: Stack) -> float:
+    """The share of a layer's memory-bound operators that reorders positions for collectives."""
     copies = reorder_bytes(model, recipe, stack)
     moved = stack.hidden_forward * model.hidden_size + stack.ffn_forward * model.intermediate_size
-    share = copies / (copies + moved * recipe.tokens / recipe.layout.tensor)
-    again = 2 if recipe.recompute == "full" else 1
-    return found.step_s - hidden * p.tensor - share * again * p.operators - max(hidden, share) * p.bubble
+    return copies / (copies + moved * recipe.tokens / recipe.layout.tensor)
 
 
 def limit(found: Prediction, room: float) -> str:
@@ -201,18 +258,27 @@ def legal(
     stack: str | Stack = "seatrial",
 ) -> Iterator[Recipe]:
     """Legal layouts on all of `cluster`, without asynchronous tensor parallel; counts refused ones in `refused`."""
-    base = replace(Recipe.of(job), async_tensor=False)
+    base = replace(Recipe.of(job), async_tensor=False, recompute="none")
     for tensor in tensors(job, cluster):
         for pipeline in divisors(cluster.gpus // tensor, most=cluster.gpus):
             ranks = cluster.gpus // tensor // pipeline
-            kinds = product(contexts(base, stack, ranks), schedules(pipeline))
-            for context, (schedule, per_rank) in kinds:
+            splits = product(contexts(base, stack, ranks), schedules(pipeline))
+            for context, (schedule, per_rank) in splits:
                 data = ranks // context
+                kinds = recomputes_of(recomputes, schedule, stack)
                 at = replace(base, context=context)
                 for replicate in divisors(data, most=data):
                     layout = Layout(pipeline, replicate, data // replicate, tensor, per_rank, schedule)
                     for micro in microbatches:
-                        yield from _variants(job, cluster, at, layout, micro, refused, recomputes)
+                        yield from _variants(job, cluster, at, layout, micro, refused, kinds)
+
+
+def recomputes_of(recomputes: Sequence[Recompute], schedule: str, stack: str | Stack) -> list[Recompute]:
+    """Those of `recomputes` that a stack and a pipeline schedule can do."""
+    ours = (stack if isinstance(stack, str) else stack.name) in OURS
+    # The rules refuse `selective` if the backward pass is split.
+    selective = ours and not schedule_named(schedule).split_backward
+    return [kind for kind in recomputes if kind != "selective" or selective]
 
 
 def contexts(recipe: Recipe, stack: str | Stack, ranks: int) -> list[int]:
