@@ -100,6 +100,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "precision": "bf16",
         "activation_checkpointing": "full",
     },
+    "cp2-tp2-selective-every2": {
+        "layout": {"tensor": 2, "shard": 2, "context": 2},
+        "precision": "bf16",
+        "activation_checkpointing": "selective",
+        "recompute_every_layers": 2,
+    },
     "cp2-pp2": {"layout": {"pipeline": 2, "shard": 2, "context": 2}, "precision": "fp32"},
     "pp2-documents": {"layout": {"pipeline": 2}, "precision": "fp32", "documents": True, "layers": 2},
     "tp2-pp2-documents": {

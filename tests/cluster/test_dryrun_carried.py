@@ -51,7 +51,7 @@ LARGE: dict[str, tuple[dict[str, Any], int, int]] = {
             "activation_checkpointing": "selective",
             "recompute_every_layers": 2,
         },
-        15,
+        17,
         7,
     ),
     "replicate2": ({"layout": {"replicate": 2}}, 7, 5),

@@ -1,7 +1,9 @@
 """Selective activation checkpointing: what a decoder layer keeps for its backward pass, and what it computes again.
 
 Kept are the outputs of matrix products, of attention, and of tensor parallel's products with their collectives; computed
-again is what reads and writes memory only: norms, rotary embedding, SiLU, sums, copies.
+again is what reads and writes memory only: norms, rotary embedding, SiLU, sums, copies. Keys and values that context
+parallel gathered are gathered again: kept, they would be as many times those of this rank as the group has ranks, where
+sequences are long and memory is short.
 
 A kept product of [rows, I] and [I, O] holds one value for each 2 I FLOPs that are not repeated. I is the model's width for
 all products but the last one, so none of them is the one to leave out (torchtitan leaves out every second); recomputing
@@ -35,6 +37,7 @@ _OTHERS = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._efficient_attention_forward.default,  # what torch calls for the masks of `context` without flash attention
 }
 
 

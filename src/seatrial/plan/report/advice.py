@@ -249,9 +249,9 @@ def _suggestions(
 def single_changes(own: Recipe, stack: Stack) -> Iterator[list[tuple[str, Recipe]]]:
     """Changes of one setting of a layout: by setting, every possible value."""
     yield [(f"microbatch {m}", replace(own, microbatch=m)) for m in MICROBATCHES if m != own.microbatch]
-    kinds = [kind for kind in recomputes_of(RECOMPUTES, own.layout.schedule, stack) if kind != own.recompute]
-    others = [replace(own, recompute=kind) for kind in kinds]
-    yield [(r.recomputation, r) for r in others]
+    kinds = recomputes_of(RECOMPUTES, own.layout.schedule, stack)
+    others = [replace(own, recompute=kind, recompute_every=every) for kind, every in kinds]
+    yield [(r.recomputation, r) for r in others if r != own]
     if not own.compiled:
         yield [("compile = true", replace(own, compiled=True))]
     if own.shard_ranks > 1:
@@ -287,13 +287,13 @@ def _tuned(predictor: Predictor, recipe: Recipe, stack: str) -> tuple[Recipe, Pr
     """The fastest settings of a layout on this stack."""
     ranks = recipe.shard_ranks
     tried = (
-        replace(at, microbatch=m, recompute=again, reshard=shard, layout=layout)
+        replace(at, microbatch=m, recompute=kind, recompute_every=every, reshard=shard, layout=layout)
         for at in (
             replace(recipe, context=c, layout=replace(recipe.layout, shard=ranks // c))
             for c in contexts(recipe, stack, ranks)
         )
         for m in MICROBATCHES
-        for again in recomputes_of(RECOMPUTES, recipe.layout.schedule, stack)
+        for kind, every in recomputes_of(RECOMPUTES, recipe.layout.schedule, stack)
         for shard in ((True, False) if recipe.layout.pipeline == 1 else (False,))
         for layout in (at.layout, *_schedules(at.layout))
     )

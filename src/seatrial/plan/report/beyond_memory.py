@@ -47,7 +47,7 @@ def beyond_memory(predictor: Predictor, found: Found) -> BeyondMemory | None:
     def bound(recipe: Recipe) -> float:
         """Lower bound of the step time: kernels, which do not depend on the other sizes, and pipeline warm-up."""
         r, at = recipe, recipe.layout
-        key = (at.tensor, r.context, r.microbatch, r.recompute, r.accumulate, r.microbatches > 1)
+        key = (at.tensor, r.context, r.microbatch, r.recomputation, r.accumulate, r.microbatches > 1)
         if key not in kernels:
             parts = [predictor.predict(r).parts for r in _with_async_tensor(predictor, recipe)]
             kernels[key] = min(p.products + p.attention + p.operators + p.recomputation for p in parts)

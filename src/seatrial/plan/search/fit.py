@@ -286,7 +286,7 @@ _RECOMPUTES: tuple[Recompute, ...] = ("none", "full")  # what lies between does 
 
 def _lean(job: Job, cluster: Cluster, stack: str | Stack = "seatrial") -> Iterator[Recipe]:
     """Legal layouts with one shard group and plain 1F1B; see `smallest`."""
-    base = replace(Recipe.of(job), context=1)
+    base = replace(Recipe.of(job), context=1, recompute_every=1)
     for tensor in tensors(job, cluster):
         # More stages than layers are refused; no need to ask for each.
         for pipeline in divisors(cluster.gpus // tensor, most=job.architecture.num_hidden_layers):

@@ -23,7 +23,6 @@ from seatrial.job.settled import reopened
 from seatrial.plan.cost.accumulate import accumulate_options, adapted
 from seatrial.plan.cost.calibration import ROWS, Calibration
 from seatrial.plan.cost.memory import memory
-from seatrial.plan.cost.memory_fit import judge
 from seatrial.plan.cost.overlap import OURS, can_overlap, overlaps, part_count, reorder_bytes
 from seatrial.plan.cost.predict import Prediction, capacity, predict, stack_for
 from seatrial.plan.cost.stacks import Stack
@@ -32,11 +31,15 @@ from seatrial.plan.model.recipe import Recipe, Recompute
 from seatrial.plan.search.legal import refusal
 
 MICROBATCHES = (1, 2, 4, 8, 16, 32)
-RECOMPUTES: tuple[Recompute, ...] = (
-    "none",
-    "selective",
-    "full",
-)  # from the fastest to the one that saves most
+# Kinds of recomputation, and in one of how many layers of a stage; from the fastest to the one that saves most.
+RECOMPUTES: tuple[tuple[Recompute, int], ...] = (
+    ("none", 1),
+    ("selective", 4),
+    ("selective", 2),
+    ("selective", 1),
+    ("full", 2),
+    ("full", 1),
+)
 STAGES_PER_RANK = (2, 4)
 CONTEXTS = (2, 4, 8, 16)
 # The same configuration differs by this much between releases: closer layouts count as equally fast.
@@ -44,8 +47,6 @@ TIE_MARGIN = ROWS
 # A layout that needs more than this many times the memory of a GPU is not considered further.
 MOST_OVER = 2.0
 LEAST_TOKENS = 8192  # of a sequence on one rank: shorter ones need no context parallel
-
-Kernels = dict[tuple[object, ...], tuple[float, float]]
 
 # After `parallel = "auto"` the plan searches the same layouts again.
 predicted = lru_cache(maxsize=1 << 13)(predict)
@@ -69,7 +70,7 @@ class Found:
     tried: int  # legal layouts, each counted once for all values of `async_tensor` and `accumulate`
     too_large: int  # of them, those that do not fit
     refused: dict[str, int]  # combinations that a rule refuses, by its key
-    least_bytes: float  # least memory on a GPU of all layouts, if none fits with margin
+    least_bytes: float  # least memory on a GPU of all layouts
     sure: tuple[Choice, ...] = ()  # as `choices`, of layouts that fit with margin
     outsized: tuple[Recipe, ...] = ()  # do not fit, but need at most `MOST_OVER` times the available memory
 
@@ -89,7 +90,7 @@ def search(
     own: bool = True,
     stack: str | Stack = "seatrial",
     microbatches: Sequence[int] = MICROBATCHES,
-    recomputes: Sequence[Recompute] = RECOMPUTES,
+    recomputes: Sequence[tuple[Recompute, int]] = RECOMPUTES,
 ) -> Found:
     """Search all layouts on the whole cluster. Raises UnknownNetworkError, UnknownSpeedError."""
     model = job.architecture
@@ -110,49 +111,36 @@ def search(
                 kept[key] = Choice(recipe, found, limit(found, room))
 
     either = reopened(job)
-    # Kernels of a step, and without the copies that asynchronous tensor parallel saves, by what they depend on.
-    kernels: Kernels = {}
-    # The last layout without its recomputation; whether it fits with margin; with which values of `accumulate` it fits.
-    last: Recipe | None = None
-    roomy, fitted = False, set[str]()
+    roomy: Recipe | None = None  # the last layout that fits with margin as it is
     for layout in legal(job, cluster, refused, microbatches, recomputes, stack):
         tried += 1
-        plain = replace(layout, recompute="none")
-        if plain != last:
-            last, roomy, fitted = plain, False, set()
-        if roomy:
-            continue  # recomputation only saves memory
+        # Recomputation only saves memory: it is needless if the layout fits with margin with less of it.
+        needless = roomy is not None and roomy == replace(layout, recompute="none", recompute_every=1)
+        if needless and (layout.recompute, layout.recompute_every) != recomputes[-1]:
+            continue  # the last one is still asked for the least memory
         fits = False
         for place, recipe in enumerate(accumulate_options(either, layout, stack)):
-            behaviour, key = stack_for(recipe, stack), pair(recipe)
-            least_s, least_async_s = kernel_bounds(recipe, kernels)
-            bars = [kept[key].prediction.step_s if key in kept else math.inf for kept in (choices, sure)]
-            if least_s >= max(bars) and recipe.accumulate in fitted:
-                fits = True  # as with less recomputation, and no better
-                if can_overlap(recipe, behaviour):
-                    waiting[key].append((least_async_s, recipe))
-                continue
-            needs = memory(model, recipe, behaviour).reserved
+            needs = memory(model, recipe, stack_for(recipe, stack)).reserved
             least = min(least, needs)
             if needs > room:
                 if needs <= MOST_OVER * room:
                     outsized.append(recipe)
                 continue
-            fits, sure_fit = True, judge(needs, room).sure
-            fitted.add(recipe.accumulate)
-            if least_s < (max(bars) if sure_fit else bars[0]):
-                found = predicted(model, recipe, cluster, calibration=calibration, stack=stack)
-                take(recipe, found)
-                note_kernels(model, recipe, behaviour, found, kernels)
-                least_async_s = step_lower_bound(model, recipe, behaviour, found)
-            if can_overlap(recipe, behaviour):
-                waiting[key].append((least_async_s, recipe))
-            if sure_fit:
-                roomy = not place
+            fits = True
+            if needless:
+                break
+            found = predicted(model, recipe, cluster, calibration=calibration, stack=stack)
+            take(recipe, found)
+            if can_overlap(recipe, behaviour := stack_for(recipe, stack)):
+                least_s = step_lower_bound(model, recipe, behaviour, found)
+                waiting[pair(recipe)].append((least_s, recipe))
+            if found.verdict.sure:
+                if not place:
+                    roomy = replace(layout, recompute="none", recompute_every=1)
                 break  # the other value only saves memory
         too_large += not fits
-    for key, entries in waiting.items():
-        for least_s, recipe in sorted(entries, key=lambda pair: pair[0]):
+    for key, plain in waiting.items():
+        for least_s, recipe in sorted(plain, key=lambda pair: pair[0]):
             # It does not save memory: if no layout fits with margin without it, none does with it.
             if least_s >= max(kept[key].prediction.step_s for kept in (choices, sure) if key in kept):
                 break  # nor can a later one be faster
@@ -199,46 +187,11 @@ def step_lower_bound(model: Architecture, recipe: Recipe, stack: Stack, found: P
     """
     p = found.parts
     hidden = (1 - stack.contention) * (1 - 6 / 8 / part_count(recipe))
-    share = _copied(model, recipe, stack)
-    again = 1 if recipe.recompute == "none" else 2
-    return found.step_s - hidden * p.tensor - share * again * p.operators - max(hidden, share) * p.bubble
-
-
-def note_kernels(
-    model: Architecture, recipe: Recipe, stack: Stack, found: Prediction, kernels: Kernels
-) -> None:
-    """Keep the seconds of a step's kernels for `kernel_bounds`; `found`: without asynchronous tensor parallel."""
-    p = found.parts
-    whole = p.products + p.attention + p.operators + p.recomputation
-    again = 1 if recipe.recompute == "none" else 2
-    kernels.setdefault(
-        _same_kernels(recipe), (whole, whole - _copied(model, recipe, stack) * again * p.operators)
-    )
-
-
-def kernel_bounds(recipe: Recipe, kernels: Kernels) -> tuple[float, float]:
-    """Lower bounds of the step time without and with asynchronous tensor parallel: kernels and pipeline warm-up."""
-    at = recipe.layout
-    fill = 0.0
-    if not schedule_named(at.schedule).split_backward:
-        fill = (at.pipeline - 1) / (recipe.microbatches * at.stages_per_rank)
-    plain, overlapped = kernels.get(_same_kernels(recipe), (0.0, 0.0))
-    return plain * (1 + fill), overlapped * (1 + fill)
-
-
-def _same_kernels(r: Recipe) -> tuple[object, ...]:
-    """What the kernels of a step depend on, in one search."""
-    at = r.layout
-    stages = at.stages if r.recompute_every > 1 else 0
-    split = at.pipeline > 1 and schedule_named(at.schedule).split_backward
-    return at.tensor, r.context, r.microbatch, r.recompute, r.accumulate, r.microbatches > 1, split, stages
-
-
-def _copied(model: Architecture, recipe: Recipe, stack: Stack) -> float:
-    """The share of a layer's memory-bound operators that reorders positions for collectives."""
     copies = reorder_bytes(model, recipe, stack)
     moved = stack.hidden_forward * model.hidden_size + stack.ffn_forward * model.intermediate_size
-    return copies / (copies + moved * recipe.tokens / recipe.layout.tensor)
+    share = copies / (copies + moved * recipe.tokens / recipe.layout.tensor)
+    again = 1 if recipe.recompute == "none" else 2
+    return found.step_s - hidden * p.tensor - share * again * p.operators - max(hidden, share) * p.bubble
 
 
 def limit(found: Prediction, room: float) -> str:
@@ -254,11 +207,11 @@ def legal(
     cluster: Cluster,
     refused: Counter[str],
     microbatches: Sequence[int] = MICROBATCHES,
-    recomputes: Sequence[Recompute] = RECOMPUTES,
+    recomputes: Sequence[tuple[Recompute, int]] = RECOMPUTES,
     stack: str | Stack = "seatrial",
 ) -> Iterator[Recipe]:
     """Legal layouts on all of `cluster`, without asynchronous tensor parallel; counts refused ones in `refused`."""
-    base = replace(Recipe.of(job), async_tensor=False, recompute="none")
+    base = replace(Recipe.of(job), async_tensor=False, recompute="none", recompute_every=1)
     for tensor in tensors(job, cluster):
         for pipeline in divisors(cluster.gpus // tensor, most=cluster.gpus):
             ranks = cluster.gpus // tensor // pipeline
@@ -273,12 +226,18 @@ def legal(
                         yield from _variants(job, cluster, at, layout, micro, refused, kinds)
 
 
-def recomputes_of(recomputes: Sequence[Recompute], schedule: str, stack: str | Stack) -> list[Recompute]:
-    """Those of `recomputes` that a stack and a pipeline schedule can do."""
-    ours = (stack if isinstance(stack, str) else stack.name) in OURS
-    # The rules refuse `selective` if the backward pass is split.
-    selective = ours and not schedule_named(schedule).split_backward
-    return [kind for kind in recomputes if kind != "selective" or selective]
+def recomputes_of(
+    recomputes: Sequence[tuple[Recompute, int]], schedule: str, stack: str | Stack
+) -> list[tuple[Recompute, int]]:
+    """Those of `recomputes` to try with a stack and a pipeline schedule."""
+    if (stack if isinstance(stack, str) else stack.name) not in OURS:
+        return [(kind, every) for kind, every in recomputes if kind != "selective" and every == 1]
+    if schedule_named(schedule).split_backward:  # the rules refuse `selective`
+        return [(kind, every) for kind, every in recomputes if kind != "selective"]
+    if ("selective", 1) not in recomputes:
+        return list(recomputes)
+    # It saves about as much as `full` in every second layer, in less time.
+    return [(kind, every) for kind, every in recomputes if kind != "full" or every == 1]
 
 
 def contexts(recipe: Recipe, stack: str | Stack, ranks: int) -> list[int]:
@@ -313,13 +272,18 @@ def _variants(
     layout: Layout,
     micro: int,
     refused: Counter[str],
-    recomputes: Sequence[Recompute],
+    recomputes: Sequence[tuple[Recompute, int]],
 ) -> Iterator[Recipe]:
     """Each combination of recomputation and resharding that the rules allow."""
+    smallest = job.architecture.num_hidden_layers // layout.stages
     for reshard in (True, False):
         recipe = replace(base, layout=layout, microbatch=micro, reshard=reshard)
         finding = refusal(job, cluster, recipe)
         if finding is not None:
             refused[finding.keys[0]] += 1
             continue
-        yield from (replace(recipe, recompute=recompute) for recompute in recomputes)
+        yield from (
+            replace(recipe, recompute=kind, recompute_every=every)
+            for kind, every in recomputes
+            if every == 1 or every <= smallest
+        )
