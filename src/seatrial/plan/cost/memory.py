@@ -136,16 +136,17 @@ def rank_memory(model: Architecture, recipe: Recipe, stack: Stack, rank: int) ->
     gradients being reduced), the end of the last backward pass (gradients, one layer), metrics that read logits after it,
     and the end of a microbatch's backward pass in the first stage of a pipeline (the embedding's gradient).
     """
-    base = _base(model, recipe, stack, rank)
-    end = _end(base, model, recipe, stack, rank)
+    n = rank_parameters(model, recipe, rank)
+    base = _base(model, recipe, stack, rank, n)
+    end = _end(base, model, recipe, stack, n)
     points = [_backward(base, model, recipe, stack, rank), end]
     if rank == recipe.layout.pipeline - 1:
-        points.append(_loss(base, model, recipe, stack, rank))
+        points.append(_loss(base, model, recipe, stack, rank, n))
         if stack.metrics:
-            points.append(_metrics(end, model, recipe, stack, rank))
+            points.append(_metrics(end, model, recipe, stack, rank, n))
     ends = (0, recipe.layout.pipeline - 1) if stack.name in OURS else (0,)
     if rank in ends and recipe.layout.pipeline > 1 and recipe.accumulate == "sharded":
-        points.append(_embedding(base, model, recipe, stack, rank))
+        points.append(_embedding(base, model, recipe, rank))
     highest = max(points, key=lambda m: m.allocated)
     if recipe.sharding != "full" or recipe.shard_ranks * recipe.layout.replicate == 1:
         return highest
@@ -156,11 +157,10 @@ def rank_memory(model: Architecture, recipe: Recipe, stack: Stack, rank: int) ->
     return _with(highest, streams=spare)
 
 
-def _loss(base: Memory, model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> Memory:
+def _loss(base: Memory, model: Architecture, recipe: Recipe, stack: Stack, rank: int, n: float) -> Memory:
     layout = recipe.layout
     columns = model.vocab_size / layout.tensor
-    waiting = _waiting(model, recipe, stack, rank)
-    held = _with(base, gathered=_gathered(model, recipe, rank, layers=0), activations=waiting)
+    held = _with(base, gathered=_gathered(model, recipe, rank, n, layers=0))
     each = stack.logits[0 if layout.tensor > 1 else 1]
     if stack.name not in OURS:
         if layout.pipeline > 1 and layout.tensor == 1 and stack.layer_states == "ours":
@@ -173,15 +173,15 @@ def _loss(base: Memory, model: Architecture, recipe: Recipe, stack: Stack, rank:
     return _with(
         held,
         unsharded_gradients=held.unsharded_gradients + recipe.width * model.hidden_size * columns,
-        activations=waiting + _stage_input(model, recipe),
+        activations=base.activations + _stage_input(model, recipe),
         logits=part * min(recipe.tokens, loss_rows(int(columns), recipe.tokens)),
     )
 
 
-def _metrics(end: Memory, model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> Memory:
+def _metrics(end: Memory, model: Architecture, recipe: Recipe, stack: Stack, rank: int, n: float) -> Memory:
     """Memory when training metrics read the logits after the backward pass: activations are freed."""
     held = stack.metrics * recipe.tokens * model.vocab_size / recipe.layout.tensor
-    return _with(end, gathered=_gathered(model, recipe, rank, layers=0), activations=0.0, logits=held)
+    return _with(end, gathered=_gathered(model, recipe, rank, n, layers=0), activations=0.0, logits=held)
 
 
 def _backward(base: Memory, model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> Memory:
@@ -208,13 +208,12 @@ def _backward(base: Memory, model: Architecture, recipe: Recipe, stack: Stack, r
         transient += recipe.width * model.embedding_parameters() / recipe.layout.tensor
     return _with(
         base,
-        gathered=_gathered(model, recipe, rank, layers=2),
         unsharded_gradients=base.unsharded_gradients + transient,
-        activations=_waiting(model, recipe, stack, rank) + working,
+        activations=base.activations + working,
     )
 
 
-def _embedding(base: Memory, model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> Memory:
+def _embedding(base: Memory, model: Architecture, recipe: Recipe, rank: int) -> Memory:
     """Memory when the first or last stage reduces the embedding's or head's gradient, with other microbatches in flight.
 
     It exists three times: as computed, as accumulated, and in fp32 for the reduction (traced).
@@ -225,18 +224,16 @@ def _embedding(base: Memory, model: Architecture, recipe: Recipe, stack: Stack, 
     copies = (2 * recipe.width + 4) * model.embedding_parameters() / layout.tensor
     return _with(
         base,
-        gathered=_gathered(model, recipe, rank, layers=2),
         unsharded_gradients=base.unsharded_gradients + copies,
-        activations=_waiting(model, recipe, stack, rank) * (held - 1) / held,
+        activations=base.activations * (held - 1) / held,
     )
 
 
-def _end(base: Memory, model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> Memory:
-    own = stack.state_bytes[1] * rank_parameters(model, recipe, rank) / recipe.shard_ranks
+def _end(base: Memory, model: Architecture, recipe: Recipe, stack: Stack, n: float) -> Memory:
+    own = stack.state_bytes[1] * n / recipe.shard_ranks
     return _with(
         base,
         gradients=own if recipe.sharding == "full" else base.gradients,
-        gathered=_gathered(model, recipe, rank, layers=2),
         activations=layer_activations(model, recipe, stack),
     )
 
@@ -247,9 +244,11 @@ def _reduces_at_once(recipe: Recipe, stack: Stack) -> bool:
     return recipe.sharding == "full" and not once
 
 
-def _base(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> Memory:
-    """Memory held throughout the step: states, buffers and, under full sharding, accumulated gradients."""
-    n = rank_parameters(model, recipe, rank)
+def _base(model: Architecture, recipe: Recipe, stack: Stack, rank: int, n: float) -> Memory:
+    """Memory that most points have in common, with `n` parameters on this rank.
+
+    States, buffers, accumulated gradients under full sharding; weights gathered in a pass; activations in flight.
+    """
     weight, gradient, state = stack.state_bytes
     unsharded = 0.0
     if recipe.sharding == "full":
@@ -266,9 +265,9 @@ def _base(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> Memor
     parameters += _eight_bit_weights(model, recipe, stack, rank)
     messages = _messages(model, recipe, stack, rank)
     unsharded += stack.bucket_bytes  # DeepSpeed allocates its bucket even on a single rank
-    return Memory(
-        parameters, gradients, optimizer, 0.0, unsharded, 0.0, 0.0, messages, _runtime(recipe, stack)
-    )
+    gathered, waiting = _gathered(model, recipe, rank, n, layers=2), _waiting(model, recipe, stack, rank)
+    runtime = _runtime(recipe, stack)
+    return Memory(parameters, gradients, optimizer, gathered, unsharded, waiting, 0.0, messages, runtime)
 
 
 def _runtime(recipe: Recipe, stack: Stack) -> float:
@@ -284,8 +283,8 @@ def _runtime(recipe: Recipe, stack: Stack) -> float:
     return held
 
 
-def _gathered(model: Architecture, recipe: Recipe, rank: int, *, layers: int) -> float:
-    """Bytes of weights that full sharding has gathered: all, or the root's and those of `layers` layers.
+def _gathered(model: Architecture, recipe: Recipe, rank: int, n: float, *, layers: int) -> float:
+    """Bytes of weights that full sharding has gathered of `n`: all, or the root's and those of `layers` layers.
 
     Under a pipeline with at most three stages a rank, torch frees nothing between microbatches, even with
     `reshard_after_forward`.
@@ -293,7 +292,6 @@ def _gathered(model: Architecture, recipe: Recipe, rank: int, *, layers: int) ->
     wrapped = recipe.shard_ranks * recipe.layout.replicate > 1 or recipe.precision != "fp32"
     if recipe.sharding != "full" or not wrapped:
         return 0.0
-    n = rank_parameters(model, recipe, rank)
     if not recipe.reshard or recipe.layout.pipeline > 1:
         return recipe.width * (n - _freed(model, recipe, rank))
     held = sum(recipe.layout.rank_layers(rank, model.num_hidden_layers))

@@ -70,7 +70,7 @@ class Traffic(Sent):
 
 
 @dataclass(frozen=True)
-class _Data:
+class DataParallel:
     """Exposed data-parallel communication and the computation it slows, seconds a step."""
 
     exposed: float
@@ -109,8 +109,8 @@ def step_parts(
     w = work(model, recipe, fabric, stack, pace * slowest(recipe.world), factors)
     layout, layers = recipe.layout, model.num_hidden_layers
     counts = layout.layer_counts(layers)
-    p2p = _send(model, recipe, fabric, stack, w)
-    gathers = _gathered_layer(model, recipe, fabric, stack, w)
+    p2p = exposed_send(model, recipe, fabric, stack, w)
+    gathers = gathered_layer(model, recipe, fabric, stack, w)
     times = [_stage(w, counts, s, p2p, gathers) for s in range(layout.stages)]
     schedule = schedule_named(layout.schedule)
     makespan = schedule.span(layout.pipeline, layout.stages_per_rank, recipe.microbatches, times)
@@ -122,7 +122,7 @@ def step_parts(
     both = layer + ends
     sends = 2 * p2p * each * max(0, layout.stages - 1)
     data_in, slowed_in = (gathers[0] + gathers[1]) * layers * each, gathers[2] * layers * each
-    once = _once(model, recipe, fabric, stack, w)
+    once = data_once(model, recipe, fabric, stack, w)
     redone_communication = again.tensor + again.context + again.slowed
     known = both.total + again.kernels + redone_communication + sends + data_in + slowed_in
     return Parts(
@@ -157,7 +157,7 @@ def _stage(
     return Times(f, b)
 
 
-def _send(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Stack, w: Work) -> float:
+def exposed_send(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Stack, w: Work) -> float:
     """Exposed seconds of sending one microbatch to the next stage, or its gradient back."""
     if recipe.layout.pipeline == 1:
         return 0.0
@@ -212,7 +212,7 @@ def _hidden_bytes(model: Architecture, recipe: Recipe) -> float:
     return 2.0 * recipe.tokens * model.hidden_size / recipe.layout.tensor
 
 
-def _gathered_layer(
+def gathered_layer(
     model: Architecture, recipe: Recipe, fabric: Fabric, stack: Stack, w: Work
 ) -> tuple[float, float, float]:
     """Full sharding, one layer and microbatch: exposed seconds (forward, backward), and seconds of slowed computation.
@@ -278,12 +278,12 @@ def stage_gathers(recipe: Recipe, rank: int) -> tuple[float, ...]:
     return unshards(at.schedule, at.pipeline, at.stages_per_rank, recipe.microbatches, rank)
 
 
-def _once(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Stack, w: Work) -> _Data:
+def data_once(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Stack, w: Work) -> DataParallel:
     """Data-parallel communication that happens once a step: gradients, and weights after a sharded update."""
     layout = recipe.layout
     if recipe.sharding == "full":
         if recipe.shard_ranks * layout.replicate == 1:
-            return _Data(0.0, 0.0)
+            return DataParallel(0.0, 0.0)
         # The root's own weights, embeddings and head: their communication overlaps with nothing.
         at = shard_group(recipe, fabric)
         each = max(root_parameters(model, recipe, rank) for rank in representative_ranks(layout))
@@ -291,10 +291,10 @@ def _once(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Stack, w: 
         seconds = fabric.seconds("all_gather", 2.0 * each, at) * before
         scatter, copies = _reduction(each, recipe, fabric, stack)
         scatter, copies = scatter * _reductions(recipe, stack), copies * _sums(recipe, stack)
-        return _Data(seconds + scatter + copies, 0.0)
+        return DataParallel(seconds + scatter + copies, 0.0)
     at = data_group(recipe, fabric)
     if at.size == 1:
-        return _Data(0.0, 0.0)
+        return DataParallel(0.0, 0.0)
     rank_layers = max(sum(layout.rank_layers(r, model.num_hidden_layers)) for r in range(layout.pipeline))
     mine = max(rank_parameters(model, recipe, rank) for rank in representative_ranks(layout))
     grads = stack.gradient_bytes * mine
@@ -307,7 +307,7 @@ def _once(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Stack, w: 
     hidden_b = min(reduce, window_b) * stack.hide_data
     hidden_f = min(spread, window_f) * stack.hide_data
     exposed = reduce - hidden_b + spread - hidden_f
-    return _Data(exposed, stack.contention * (hidden_b + hidden_f))
+    return DataParallel(exposed, stack.contention * (hidden_b + hidden_f))
 
 
 def _optimizer(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Stack) -> float:

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 
 from seatrial.hardware.catalogue import gpus
 from seatrial.hardware.networks import reference_node
-from seatrial.job.schedules import schedule_named
 from seatrial.plan.cost.overlap import can_overlap
 from seatrial.plan.cost.predict import Prediction, stack_for
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.report.advice import Predictor, Suggestion, single_changes
+from seatrial.plan.search.least_step import LeastStep
 from seatrial.plan.search.legal import refusal
 from seatrial.plan.search.scaling import resized
-from seatrial.plan.search.search import MOST_OVER, TIE_MARGIN, Found, step_lower_bound
+from seatrial.plan.search.search import MOST_OVER, TIE_MARGIN, Found
 
 
 @dataclass(frozen=True)
@@ -42,41 +42,23 @@ def beyond_memory(predictor: Predictor, found: Found) -> BeyondMemory | None:
     best = found.choices[0].prediction.step_s
     most = best / (1 + TIE_MARGIN)
     tried: list[tuple[Recipe, Prediction]] = []
-    kernels: dict[tuple[object, ...], float] = {}
-
-    def bound(recipe: Recipe) -> float:
-        """Lower bound of the step time: kernels, which do not depend on the other sizes, and pipeline warm-up."""
-        r, at = recipe, recipe.layout
-        key = (at.tensor, r.context, r.microbatch, r.recomputation, r.accumulate, r.microbatches > 1)
-        if key not in kernels:
-            parts = [predictor.predict(r).parts for r in _with_async_tensor(predictor, recipe)]
-            kernels[key] = min(p.products + p.attention + p.operators + p.recomputation for p in parts)
-        fill = 0.0
-        if not schedule_named(at.schedule).split_backward:
-            fill = (at.pipeline - 1) / (r.microbatches * at.stages_per_rank)
-        return kernels[key] * (1 + fill)
-
-    for recipe in sorted(found.outsized, key=bound):
-        if bound(recipe) > most:
+    least_step = LeastStep(
+        predictor.job.architecture, predictor.cluster, predictor.stack, predictor.calibration
+    )
+    ways = (r for recipe in found.outsized for r in _with_async_tensor(predictor, recipe))
+    for least_s, recipe in sorted(((least_step(r), r) for r in ways), key=lambda way: way[0]):
+        if least_s > most:
             break
-        plain, model, stack = (
-            predictor.predict(recipe),
-            predictor.job.architecture,
-            stack_for(recipe, predictor.stack),
-        )
-        here = [(recipe, plain)]
-        for other in (r for r in _with_async_tensor(predictor, recipe) if r is not recipe):
-            may = step_lower_bound(model, recipe, stack, plain) <= most
-            if may and refusal(predictor.job, predictor.cluster, other) is None:
-                here.append((other, predictor.predict(other)))
-        for r, p in here:
-            if p.memory.reserved <= MOST_OVER * p.room:
-                tried.append((r, p))
-                most = min(most, p.step_s * (1 + TIE_MARGIN))
+        if recipe.async_tensor and refusal(predictor.job, predictor.cluster, recipe) is not None:
+            continue
+        p = predictor.predict(recipe)
+        if p.memory.reserved <= MOST_OVER * p.room:
+            tried.append((recipe, p))
+            most = min(most, p.step_s * (1 + TIE_MARGIN))
     near = [(r, p) for r, p in tried if p.step_s < most]
     if not near:
         return None
-    recipe, p = min(near, key=lambda n: n[1].memory.reserved)
+    recipe, p = min(near, key=lambda n: (n[1].memory.reserved, n[0].async_tensor))
     return BeyondMemory(recipe, p, best / p.step_s - 1, tuple(_fitting(predictor, recipe, best)))
 
 

@@ -8,13 +8,12 @@ open, gradient accumulation; model, global batch, sequence, precision and compil
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 
-from seatrial.job.architecture import Architecture
 from seatrial.job.job import Job
 from seatrial.job.layout import Layout
 from seatrial.job.numbers import divisors
@@ -23,11 +22,13 @@ from seatrial.job.settled import reopened
 from seatrial.plan.cost.accumulate import accumulate_options, adapted
 from seatrial.plan.cost.calibration import ROWS, Calibration
 from seatrial.plan.cost.memory import memory
-from seatrial.plan.cost.overlap import OURS, can_overlap, overlaps, part_count, reorder_bytes
+from seatrial.plan.cost.memory_fit import judge
+from seatrial.plan.cost.overlap import OURS, can_overlap, overlaps
 from seatrial.plan.cost.predict import Prediction, capacity, predict, stack_for
 from seatrial.plan.cost.stacks import Stack
 from seatrial.plan.model.cluster import Cluster
 from seatrial.plan.model.recipe import Recipe, Recompute
+from seatrial.plan.search.least_step import LeastStep
 from seatrial.plan.search.legal import refusal
 
 MICROBATCHES = (1, 2, 4, 8, 16, 32)
@@ -101,8 +102,9 @@ def search(
     tried = too_large = 0
     least = float("inf")
     room = capacity(cluster)
-    # By pair of sizes: layouts that asynchronous tensor parallel could speed up, with a lower bound of their step time.
-    waiting: defaultdict[tuple[int, int], list[tuple[float, Recipe]]] = defaultdict(list)
+    least_step = LeastStep(model, cluster, stack, calibration)
+    # Layouts that fit: a lower bound of the step time, and whether they do with margin.
+    fitting: list[tuple[float, bool, Recipe]] = []
 
     def take(recipe: Recipe, found: Prediction) -> None:
         key = pair(recipe)
@@ -120,7 +122,8 @@ def search(
             continue  # the last one is still asked for the least memory
         fits = False
         for place, recipe in enumerate(accumulate_options(either, layout, stack)):
-            needs = memory(model, recipe, stack_for(recipe, stack)).reserved
+            behaviour = stack_for(recipe, stack)
+            needs = memory(model, recipe, behaviour).reserved
             least = min(least, needs)
             if needs > room:
                 if needs <= MOST_OVER * room:
@@ -129,27 +132,27 @@ def search(
             fits = True
             if needless:
                 break
-            found = predicted(model, recipe, cluster, calibration=calibration, stack=stack)
-            take(recipe, found)
-            if can_overlap(recipe, behaviour := stack_for(recipe, stack)):
-                least_s = step_lower_bound(model, recipe, behaviour, found)
-                waiting[pair(recipe)].append((least_s, recipe))
-            if found.verdict.sure:
+            with_margin = judge(needs, room).sure
+            fitting.append((least_step(recipe), with_margin, recipe))
+            if can_overlap(recipe, behaviour):
+                # It does not save memory: if a layout does not fit with margin without it, it does not with it.
+                recipe = replace(recipe, async_tensor=True)
+                fitting.append((least_step(recipe), with_margin, recipe))
+            if with_margin:
                 if not place:
                     roomy = replace(layout, recompute="none", recompute_every=1)
                 break  # the other value only saves memory
         too_large += not fits
-    for key, plain in waiting.items():
-        for least_s, recipe in sorted(plain, key=lambda pair: pair[0]):
-            # It does not save memory: if no layout fits with margin without it, none does with it.
-            if least_s >= max(kept[key].prediction.step_s for kept in (choices, sure) if key in kept):
-                break  # nor can a later one be faster
-            recipe = replace(recipe, async_tensor=True)
-            if refusal(job, cluster, recipe) is not None:
-                continue
-            found = predicted(model, recipe, cluster, calibration=calibration, stack=stack)
-            if found.fits:
-                take(recipe, found)
+    for least_s, with_margin, recipe in sorted(fitting, key=lambda entry: entry[0]):
+        best = (sure if with_margin else choices).get(pair(recipe))
+        bar = math.inf if best is None else best.prediction.step_s
+        if least_s >= bar or least_step.closer(recipe) >= bar:
+            continue
+        if recipe.async_tensor and refusal(job, cluster, recipe) is not None:
+            continue
+        found = predicted(model, recipe, cluster, calibration=calibration, stack=stack)
+        if found.fits:
+            take(recipe, found)
     mine = None
     if own and job.layout.world_size == cluster.gpus:
         recipe = own_recipe(job, room, stack)
@@ -176,22 +179,6 @@ def own_recipe(job: Job, room: float | None, stack: str | Stack = "seatrial") ->
     """The job's own layout on a stack, with `room` bytes a GPU and without settings that the stack does not have."""
     recipe = adapted(job, Recipe.of(job), room, stack)
     return replace(recipe, async_tensor=overlaps(recipe, stack_for(recipe, stack)))
-
-
-def step_lower_bound(model: Architecture, recipe: Recipe, stack: Stack, found: Prediction) -> float:
-    """Lower bound of the step time with asynchronous tensor parallel; `found` is the prediction without it.
-
-    It reduces tensor-parallel communication, copies, and the bubble, which consists of the same passes. At six of a
-    layer's eight collectives, forward and backward, at least one part stays exposed, and overlapped communication slows
-    the computation.
-    """
-    p = found.parts
-    hidden = (1 - stack.contention) * (1 - 6 / 8 / part_count(recipe))
-    copies = reorder_bytes(model, recipe, stack)
-    moved = stack.hidden_forward * model.hidden_size + stack.ffn_forward * model.intermediate_size
-    share = copies / (copies + moved * recipe.tokens / recipe.layout.tensor)
-    again = 1 if recipe.recompute == "none" else 2
-    return found.step_s - hidden * p.tensor - share * again * p.operators - max(hidden, share) * p.bubble
 
 
 def limit(found: Prediction, room: float) -> str:
