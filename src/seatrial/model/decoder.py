@@ -208,7 +208,7 @@ class Block(nn.Module):
         # Inside the block, not around it: sharded data parallel hooks the block's own call, and must not see the
         # second forward pass as another use of its weights.
         if self.recompute and torch.is_grad_enabled():
-            how = {} if self.contexts is None else {"context_fn": self.contexts}
+            how: dict[str, Any] = {} if self.contexts is None else {"context_fn": self.contexts}
             inputs = (x_BTD, cos_TH, sin_TH, bias_B1TT)
             return checkpoint(self._layer, *inputs, use_reentrant=False, preserve_rng_state=False, **how)
         return self._layer(x_BTD, cos_TH, sin_TH, bias_B1TT)

@@ -332,7 +332,9 @@ def test_pruned_search_finds_the_same_best_layouts() -> None:
 @pytest.mark.cluster  # slow
 def test_async_tensor_is_chosen_for_large_but_not_tiny_layers() -> None:
     large = job("qwen2.5-72b-b300", "cluster.nodes=4")
-    found = search(large, replace(B300, nodes=4), own=False, microbatches=(1, 2, 4, 8), recomputes=(("none", 1),))
+    found = search(
+        large, replace(B300, nodes=4), own=False, microbatches=(1, 2, 4, 8), recomputes=(("none", 1),)
+    )
     assert all(c.recipe.async_tensor for c in found.choices if c.recipe.layout.tensor >= 4)
     tiny = job(
         "qwen2.5-7b-h200", "model.preset=qwen2.5-0.5b", "train.sequence_length=256", "train.microbatch=1"

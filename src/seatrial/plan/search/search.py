@@ -35,7 +35,6 @@ MICROBATCHES = (1, 2, 4, 8, 16, 32)
 # Kinds of recomputation, and in one of how many layers of a stage; from the fastest to the one that saves most.
 RECOMPUTES: tuple[tuple[Recompute, int], ...] = (
     ("none", 1),
-    ("selective", 4),
     ("selective", 2),
     ("selective", 1),
     ("full", 2),
@@ -68,12 +67,14 @@ class Found:
 
     choices: tuple[Choice, ...]
     own: Choice | None  # the job's layout, if it has as many ranks as the cluster has GPUs
-    tried: int  # legal layouts, each counted once for all values of `async_tensor` and `accumulate`
+    # Legal layouts without and with full recomputation, each counted once for all values of `async_tensor` and `accumulate`.
+    tried: int
     too_large: int  # of them, those that do not fit
     refused: dict[str, int]  # combinations that a rule refuses, by its key
     least_bytes: float  # least memory on a GPU of all layouts
     sure: tuple[Choice, ...] = ()  # as `choices`, of layouts that fit with margin
-    outsized: tuple[Recipe, ...] = ()  # do not fit, but need at most `MOST_OVER` times the available memory
+    # Of those tried, which do not fit, but need at most `MOST_OVER` times the available memory.
+    outsized: tuple[Recipe, ...] = ()
 
     @property
     def own_costs(self) -> float | None:
@@ -112,18 +113,43 @@ def search(
             if key not in kept or found.step_s < kept[key].prediction.step_s:
                 kept[key] = Choice(recipe, found, limit(found, room))
 
+    def bar(recipe: Recipe, with_margin: bool = True) -> float:
+        """Seconds of the step to beat for a layout that fits with or without margin."""
+        best = (sure if with_margin else choices).get(pair(recipe))
+        return math.inf if best is None else best.prediction.step_s
+
+    def ways(recipe: Recipe) -> Iterator[Recipe]:
+        """Without asynchronous tensor parallel, and with it. It does not save memory: what does not fit without does not with it."""
+        yield recipe
+        if can_overlap(recipe, stack_for(recipe, stack)):
+            yield replace(recipe, async_tensor=True)
+
+    def slower(recipe: Recipe, most: float) -> bool:
+        return least_step(recipe) >= most or least_step.closer(recipe) >= most
+
+    def consider(recipe: Recipe, with_margin: bool) -> None:
+        """Predict a layout, which fits with or without margin, if it may be the fastest."""
+        if slower(recipe, bar(recipe, with_margin)):
+            return
+        if recipe.async_tensor and refusal(job, cluster, recipe) is not None:
+            return
+        found = predicted(model, recipe, cluster, calibration=calibration, stack=stack)
+        if found.fits:
+            take(recipe, found)
+
     either = reopened(job)
+    # The least and the most recomputation decide what fits. What lies between is tried where it can be the fastest.
+    ends, between = tuple(dict.fromkeys((recomputes[0], recomputes[-1]))), recomputes[1:-1]
+    # Layouts for that: a lower bound of the step time without recomputation.
+    partly: list[tuple[float, Recipe]] = []
     roomy: Recipe | None = None  # the last layout that fits with margin as it is
-    for layout in legal(job, cluster, refused, microbatches, recomputes, stack):
+    for layout in legal(job, cluster, refused, microbatches, ends, stack):
         tried += 1
-        # Recomputation only saves memory: it is needless if the layout fits with margin with less of it.
-        needless = roomy is not None and roomy == replace(layout, recompute="none", recompute_every=1)
-        if needless and (layout.recompute, layout.recompute_every) != recomputes[-1]:
-            continue  # the last one is still asked for the least memory
+        # Recomputation only saves memory: it is needless if the layout fits with margin without it.
+        needless = roomy is not None and roomy == replace(layout, recompute="none")
         fits = False
         for place, recipe in enumerate(accumulate_options(either, layout, stack)):
-            behaviour = stack_for(recipe, stack)
-            needs = memory(model, recipe, behaviour).reserved
+            needs = memory(model, recipe, stack_for(recipe, stack)).reserved
             least = min(least, needs)
             if needs > room:
                 if needs <= MOST_OVER * room:
@@ -133,26 +159,35 @@ def search(
             if needless:
                 break
             with_margin = judge(needs, room).sure
-            fitting.append((least_step(recipe), with_margin, recipe))
-            if can_overlap(recipe, behaviour):
-                # It does not save memory: if a layout does not fit with margin without it, it does not with it.
-                recipe = replace(recipe, async_tensor=True)
-                fitting.append((least_step(recipe), with_margin, recipe))
+            fitting += ((least_step(way), with_margin, way) for way in ways(recipe))
             if with_margin:
                 if not place:
-                    roomy = replace(layout, recompute="none", recompute_every=1)
+                    roomy = layout
                 break  # the other value only saves memory
         too_large += not fits
-    for least_s, with_margin, recipe in sorted(fitting, key=lambda entry: entry[0]):
-        best = (sure if with_margin else choices).get(pair(recipe))
-        bar = math.inf if best is None else best.prediction.step_s
-        if least_s >= bar or least_step.closer(recipe) >= bar:
+        if fits and not needless and between and (layout.recompute, layout.recompute_every) == ends[-1]:
+            plain = replace(layout, recompute="none")
+            least_s = min(
+                least_step(way) for r in accumulate_options(either, plain, stack) for way in ways(r)
+            )
+            partly.append((least_s, plain))
+    for _, with_margin, recipe in sorted(fitting, key=lambda entry: entry[0]):
+        consider(recipe, with_margin)
+    # With any of these a step takes longer than without, and the slower one needs less memory.
+    for least_s, layout in sorted(partly, key=lambda entry: entry[0]):
+        if least_s >= bar(layout):
             continue
-        if recipe.async_tensor and refusal(job, cluster, recipe) is not None:
-            continue
-        found = predicted(model, recipe, cluster, calibration=calibration, stack=stack)
-        if found.fits:
-            take(recipe, found)
+        kinds = recomputes_of(between, layout.layout.schedule, stack)
+        for plain in accumulate_options(either, layout, stack):
+            options = list(_recomputing(job, plain, kinds))
+            if not options or all(slower(way, bar(plain)) for way in ways(options[0])):
+                continue
+            for recipe in reversed(options):
+                needs = memory(model, recipe, stack_for(recipe, stack)).reserved
+                if needs > room:
+                    break
+                for way in ways(recipe):
+                    consider(way, judge(needs, room).sure)
     mine = None
     if own and job.layout.world_size == cluster.gpus:
         recipe = own_recipe(job, room, stack)
@@ -262,15 +297,18 @@ def _variants(
     recomputes: Sequence[tuple[Recompute, int]],
 ) -> Iterator[Recipe]:
     """Each combination of recomputation and resharding that the rules allow."""
-    smallest = job.architecture.num_hidden_layers // layout.stages
     for reshard in (True, False):
         recipe = replace(base, layout=layout, microbatch=micro, reshard=reshard)
         finding = refusal(job, cluster, recipe)
         if finding is not None:
             refused[finding.keys[0]] += 1
             continue
-        yield from (
-            replace(recipe, recompute=kind, recompute_every=every)
-            for kind, every in recomputes
-            if every == 1 or every <= smallest
-        )
+        yield from _recomputing(job, recipe, recomputes)
+
+
+def _recomputing(job: Job, recipe: Recipe, recomputes: Sequence[tuple[Recompute, int]]) -> Iterator[Recipe]:
+    """`recipe` with each of `recomputes` that differs in stages of so many layers."""
+    layers = job.architecture.num_hidden_layers // recipe.layout.stages
+    for kind, every in recomputes:
+        if every == 1 or every <= layers:
+            yield replace(recipe, recompute=kind, recompute_every=every)
