@@ -70,7 +70,13 @@ class VocabParallelEmbedding(nn.Module):
 
 
 def apply_tensor_parallel(
-    model: Decoder, group: ProcessGroup, rank: int, sequence_length: int, *, in_parts: bool, opaque: bool
+    model: Decoder,
+    group: ProcessGroup,
+    rank: int,
+    sequence_length: int,
+    *,
+    in_parts: bool,
+    opaque: bool = False,
 ) -> None:
     """Replace the weights of `model` (on the meta device) by this rank's parts, and insert the communication.
 

@@ -143,22 +143,31 @@ def _shards_gradients(recipe: Recipe) -> bool:
     return recipe.accumulate == "sharded" and recipe.microbatches > 1
 
 
-def _recomputes(recipe: Recipe, *, short: bool = False) -> list[str]:
+def recomputed(recipe: Recipe) -> str:
+    """Recomputation as a symbol: "r", in every second layer "r/2"; selective "s"; none ""."""
+    if recipe.recompute == "none":
+        return ""
+    some = f"/{recipe.recompute_every}" if recipe.recompute_every > 1 else ""
+    return f"{'s' if recipe.recompute == 'selective' else 'r'}{some}"
+
+
+def _recomputes(recipe: Recipe) -> list[str]:
     if recipe.recompute == "none":
         return []
-    kind = "" if recipe.recompute == "full" else recipe.recompute if short else f"{recipe.recompute}ly"
-    some = f"1 of {recipe.recompute_every} layers" if recipe.recompute_every > 1 else ""
-    words = (kind or "recomputes", some) if short else ("recomputes", kind, some)
-    return [" ".join(word for word in words if word)]
+    kind = "" if recipe.recompute == "full" else f" {recipe.recompute}ly"
+    some = f" 1 of {recipe.recompute_every} layers" if recipe.recompute_every > 1 else ""
+    return [f"recomputes{kind}{some}"]
 
 
 def settings(recipe: Recipe, *, short: bool = False) -> str:
     """Settings of a layout other than its sizes: microbatch, schedule, recomputation, resharding."""
-    entries = [f"{'mb' if short else 'microbatch'} {recipe.microbatch}"]
+    entries = [f"mb {recipe.microbatch}{recomputed(recipe)}" if short else f"microbatch {recipe.microbatch}"]
     layout = recipe.layout
-    if layout.pipeline > 1:
-        entries.append(layout.schedule.removesuffix("-1f1b") if short else layout.schedule)
-    entries += _recomputes(recipe, short=short)
+    # In the short form the name of the layout, PP2x4, says that stages are interleaved.
+    if layout.pipeline > 1 and not (short and layout.schedule == "interleaved-1f1b"):
+        entries.append(layout.schedule)
+    if not short:
+        entries += _recomputes(recipe)
     if layout.pipeline == 1 and recipe.shard_ranks > 1:
         entries.append("reshards" if recipe.reshard else "no reshard")
     if _shards_gradients(recipe):
