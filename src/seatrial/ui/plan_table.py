@@ -126,11 +126,12 @@ def _layouts(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
     yield from table(head, rows, width, left=(0, 1, *((2,) if wide else ())))
     rest = len(found.choices) - len(shown)
     entries = [f"{rest} more: --full"] if rest > 0 else []
-    entries.insert(0, "mb: microbatch, r: recomputes")
+    marks = "mb: microbatch, r: recomputes"
     if any(c.recipe.recompute == "selective" for c in shown):
-        entries.insert(1, "s: recomputes selectively")
+        marks += ", s: selectively"
     if any(c.recipe.recompute_every > 1 for c in shown):
-        entries.insert(2, "s/2: in 1 of 2 layers")
+        marks += ", s/2: in 1 of 2 layers"
+    entries.insert(0, marks)
     if any(c.recipe.async_tensor for c in shown):
         entries.insert(0, "async: async_tensor = true")
     if any(c.recipe.layout.stages_per_rank > 1 for c in shown):

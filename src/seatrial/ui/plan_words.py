@@ -154,9 +154,8 @@ def recomputed(recipe: Recipe) -> str:
 def _recomputes(recipe: Recipe) -> list[str]:
     if recipe.recompute == "none":
         return []
-    kind = "" if recipe.recompute == "full" else f" {recipe.recompute}ly"
-    some = f" 1 of {recipe.recompute_every} layers" if recipe.recompute_every > 1 else ""
-    return [f"recomputes{kind}{some}"]
+    kind = "recomputes" if recipe.recompute == "full" else f"recomputes {recipe.recompute}ly"
+    return [f"{kind} 1 of {recipe.recompute_every} layers" if recipe.recompute_every > 1 else kind]
 
 
 def settings(recipe: Recipe, *, short: bool = False) -> str:
@@ -169,7 +168,7 @@ def settings(recipe: Recipe, *, short: bool = False) -> str:
     if not short:
         entries += _recomputes(recipe)
     if layout.pipeline == 1 and recipe.shard_ranks > 1:
-        entries.append("reshards" if recipe.reshard else "no reshard")
+        entries.append(("reshard" if short else "reshards") if recipe.reshard else "no reshard")
     if _shards_gradients(recipe):
         entries.append("sharded" if short else "sharded gradients")
     return ", ".join(entries)
@@ -265,7 +264,8 @@ def brief(recipe: Recipe) -> str:
     entries = [short(recipe), f"mb {recipe.microbatch}"]
     if schedule_named(recipe.layout.schedule).split_backward:
         entries.append(recipe.layout.schedule)
-    entries += _recomputes(recipe)
+    # "selective" as in the job file: a line has little room.
+    entries += [words.replace("recomputes selectively", "selective") for words in _recomputes(recipe)]
     if _shards_gradients(recipe):
         entries.append("sharded gradients")
     return ", ".join(entries)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Literal
 
 from seatrial.job.job import Job
@@ -16,8 +17,9 @@ from seatrial.plan.cost.calibration import Calibration
 from seatrial.plan.cost.collectives import UnknownNetworkError
 from seatrial.plan.cost.finish import Finish
 from seatrial.plan.cost.kernels import UnknownSpeedError
+from seatrial.plan.cost.memory import memory
 from seatrial.plan.cost.overlap import OURS, can_overlap
-from seatrial.plan.cost.predict import Prediction, Share, predict, stack_for
+from seatrial.plan.cost.predict import Prediction, Share, capacity, predict, stack_for
 from seatrial.plan.cost.stacks import Stack
 from seatrial.plan.model.cluster import Cluster
 from seatrial.plan.model.recipe import Recipe
@@ -129,13 +131,14 @@ class Predictor:
         self, recipe: Recipe, *, cluster: Cluster | None = None, stack: str | None = None
     ) -> Prediction | None:
         """The prediction; None if the rules refuse it, it does not fit, or a speed is not known."""
-        if refusal(self.job, cluster or self.cluster, recipe) is not None:
+        at = cluster or self.cluster
+        needs = memory(self.job.architecture, recipe, stack_for(recipe, stack or self.stack)).reserved
+        if needs > capacity(at) or refusal(self.job, at, recipe) is not None:
             return None
         try:
-            found = self.predict(recipe, cluster=cluster, stack=stack)
+            return self.predict(recipe, cluster=cluster, stack=stack)
         except (UnknownNetworkError, UnknownSpeedError):
             return None
-        return found if found.fits else None
 
 
 def advice(
@@ -346,6 +349,7 @@ def _crossover(
     at: Callable[[float], Cluster],
     directions: Sequence[float],
 ) -> Iterator[Crossover]:
+    @cache
     def best(factor: float) -> Recipe | None:
         """The best layout; the current one stays until another is faster by more than `TIE_MARGIN`."""
         there = at(factor)

@@ -11,10 +11,10 @@ from seatrial.plan.cost.overlap import can_overlap
 from seatrial.plan.cost.predict import Prediction, stack_for
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.report.advice import Predictor, Suggestion, single_changes
-from seatrial.plan.search.least_step import LeastStep
 from seatrial.plan.search.legal import refusal
 from seatrial.plan.search.scaling import resized
 from seatrial.plan.search.search import MOST_OVER, TIE_MARGIN, Found
+from seatrial.plan.search.step_lower_bound import StepLowerBound
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ def beyond_memory(predictor: Predictor, found: Found) -> BeyondMemory | None:
     best = found.choices[0].prediction.step_s
     most = best / (1 + TIE_MARGIN)
     tried: list[tuple[Recipe, Prediction]] = []
-    least_step = LeastStep(
+    lower_bound = StepLowerBound(
         predictor.job.architecture, predictor.cluster, predictor.stack, predictor.calibration
     )
     ways = (r for recipe in found.outsized for r in _with_async_tensor(predictor, recipe))
-    for least_s, recipe in sorted(((least_step(r), r) for r in ways), key=lambda way: way[0]):
+    for least_s, recipe in sorted(((lower_bound(r), r) for r in ways), key=lambda way: way[0]):
         if least_s > most:
             break
         if recipe.async_tensor and refusal(predictor.job, predictor.cluster, recipe) is not None:

@@ -28,8 +28,8 @@ from seatrial.plan.cost.predict import Prediction, capacity, predict, stack_for
 from seatrial.plan.cost.stacks import Stack
 from seatrial.plan.model.cluster import Cluster
 from seatrial.plan.model.recipe import Recipe, Recompute
-from seatrial.plan.search.least_step import LeastStep
 from seatrial.plan.search.legal import refusal
+from seatrial.plan.search.step_lower_bound import StepLowerBound
 
 MICROBATCHES = (1, 2, 4, 8, 16, 32)
 # Kinds of recomputation, and in one of how many layers of a stage; from the fastest to the one that saves most.
@@ -103,7 +103,7 @@ def search(
     tried = too_large = 0
     least = float("inf")
     room = capacity(cluster)
-    least_step = LeastStep(model, cluster, stack, calibration)
+    lower_bound = StepLowerBound(model, cluster, stack, calibration)
     # Layouts that fit: a lower bound of the step time, and whether they do with margin.
     fitting: list[tuple[float, bool, Recipe]] = []
 
@@ -125,7 +125,7 @@ def search(
             yield replace(recipe, async_tensor=True)
 
     def slower(recipe: Recipe, most: float) -> bool:
-        return least_step(recipe) >= most or least_step.closer(recipe) >= most
+        return lower_bound(recipe) >= most or lower_bound.closer(recipe) >= most
 
     def consider(recipe: Recipe, with_margin: bool) -> None:
         """Predict a layout, which fits with or without margin, if it may be the fastest."""
@@ -159,7 +159,7 @@ def search(
             if needless:
                 break
             with_margin = judge(needs, room).sure
-            fitting += ((least_step(way), with_margin, way) for way in ways(recipe))
+            fitting += ((lower_bound(way), with_margin, way) for way in ways(recipe))
             if with_margin:
                 if not place:
                     roomy = layout
@@ -168,7 +168,7 @@ def search(
         if fits and not needless and between and (layout.recompute, layout.recompute_every) == ends[-1]:
             plain = replace(layout, recompute="none")
             least_s = min(
-                least_step(way) for r in accumulate_options(either, plain, stack) for way in ways(r)
+                lower_bound(way) for r in accumulate_options(either, plain, stack) for way in ways(r)
             )
             partly.append((least_s, plain))
     for _, with_margin, recipe in sorted(fitting, key=lambda entry: entry[0]):

@@ -15,9 +15,9 @@ from seatrial.plan.cost.accumulate import accumulate_options
 from seatrial.plan.cost.overlap import can_overlap
 from seatrial.plan.cost.predict import predict, stack_for
 from seatrial.plan.model.place import hardware_of
-from seatrial.plan.search.least_step import LeastStep
 from seatrial.plan.search.legal import refusal
 from seatrial.plan.search.search import RECOMPUTES, legal, pair, search
+from seatrial.plan.search.step_lower_bound import StepLowerBound
 
 PLANS = Path(__file__).parents[2] / "fixtures" / "plans"
 
@@ -38,7 +38,7 @@ def test_every_step_takes_longer_than_its_bound(name: str, overrides: tuple[str,
     job = provisional(job) if job.is_open else job
     cluster = hardware_of(job).cluster
     assert cluster is not None
-    least_step = LeastStep(job.architecture, cluster, "seatrial", None)
+    lower_bound = StepLowerBound(job.architecture, cluster, "seatrial", None)
     shares: list[float] = []
     for layout in legal(job, cluster, Counter(), (1, 4), RECOMPUTES):
         for recipe in accumulate_options(job, layout):
@@ -47,8 +47,8 @@ def test_every_step_takes_longer_than_its_bound(name: str, overrides: tuple[str,
                 ways.append(replace(recipe, async_tensor=True))
             for way in ways:
                 step_s = predict(job.architecture, way, cluster).step_s
-                assert least_step(way) <= least_step.closer(way) < step_s
-                shares.append(least_step.closer(way) / step_s)
+                assert lower_bound(way) <= lower_bound.closer(way) < step_s
+                shares.append(lower_bound.closer(way) / step_s)
     assert len(shares) > 100
     assert mean(shares) > 0.9
 

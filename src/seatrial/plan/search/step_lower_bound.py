@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 
 from seatrial.job.architecture import Architecture
@@ -30,7 +30,7 @@ class _Passes:
 
 
 @dataclass(frozen=True)
-class LeastStep:
+class StepLowerBound:
     """Lower bounds of the step times of one model's layouts on all of `cluster`, with one of the built-in schedules.
 
     A step takes the slowest rank's passes, and filling and draining the pipeline. Left out is the optimizer, whose time
@@ -74,12 +74,11 @@ class LeastStep:
     def _passes(self, recipe: Recipe) -> _Passes:
         layout, fabric = recipe.layout, Fabric.of(self.cluster, recipe)
         split = layout.pipeline > 1 and schedule_named(layout.schedule).split_backward
-        # The sizes that `work` does not depend on are the same in all keys.
-        alike = Layout(2 if split else 1, tensor=layout.tensor, schedule=layout.schedule if split else "1f1b")
-        key = (
-            *(replace(recipe, layout=alike, reshard=True), recipe.microbatches > 1, fabric.cluster.domain),
-            layout.stages if recipe.recompute_every > 1 else 0,  # the share of layers that are recomputed
-        )
+        # All settings but those that `work` does not depend on. A tuple of values is hashed faster than a Recipe.
+        stages = layout.stages if recipe.recompute_every > 1 else 0  # the share of layers that are recomputed
+        sizes = (layout.tensor, layout.schedule if split else "", stages)
+        settings = {**vars(recipe), "layout": sizes, "reshard": None}
+        key = (*settings.values(), recipe.microbatches > 1, fabric.cluster.domain)
         if key not in self._known:
             stack = stack_for(recipe, self.stack)
             pace = (self.calibration or shipped()).pace(stack.name, self.cluster.gpu, recipe.precision)
