@@ -43,6 +43,7 @@ steps = 1000
 sequence_length = {sequence}
 global_batch = {batch}
 activation_checkpointing = "{recompute}"
+recompute_every_layers = {recompute_every}
 accumulate = "{accumulate}"
 [optimizer]
 lr = 1e-4
@@ -118,7 +119,8 @@ def main() -> int:
     for name, size in (("tensor", 8), ("pipeline", 2), ("context", 1), ("shard", 8), ("stages-per-rank", 1)):
         parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--schedule", default="1f1b")
-    parser.add_argument("--recompute", default="none", choices=("none", "full"))
+    parser.add_argument("--recompute", default="none", choices=("none", "selective", "full"))
+    parser.add_argument("--recompute-every", type=int, default=1, help="layers")
     parser.add_argument("--accumulate", default="whole", choices=("whole", "sharded"))
     parser.add_argument("--whole", action="store_true", help="trace everything too, and compare")
     parser.add_argument("--processes", type=int, default=1)

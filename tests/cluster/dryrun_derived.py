@@ -37,14 +37,19 @@ def derived(job: Job, rank: int, device: str) -> Derived:
             out[kind, dimension, of][0] += calls
             out[kind, dimension, of][1] += calls * n_bytes
 
+    redone = 0
+    if train.activation_checkpointing != "none":
+        sizes = (len(layout.stage_layers(s, arch.num_hidden_layers)) for s in stages)
+        redone = sum(-(-size // train.recompute_every_layers) for size in sizes)
+
     # Tensor parallel with sequence parallel: attention and MLP each gather before and scatter after; the backward pass
     # does the opposite of each. The embedding has one of the two.
     if n > 1:
         hidden = B * T * D * width
         gathers, scatters = 6 * layers, 4 * layers  # two gathers are repeated for the weights' gradients
         if train.activation_checkpointing == "full":
-            gathers += 2 * layers
-            scatters += layers  # the last scatter of a layer gives nothing that the backward pass wants
+            gathers += 2 * redone
+            scatters += redone  # the last scatter of a layer gives nothing that the backward pass wants
         # Asynchronous tensor parallel sends each of those of the layers in p parts.
         p = parts(B, T // n) if job.parallel.async_tensor else 1
         for kind, calls in (("all-gather", gathers), ("reduce-scatter", scatters)):
@@ -64,7 +69,7 @@ def derived(job: Job, rank: int, device: str) -> Derived:
     # Context parallel: keys and values of the whole sequence, and the sum of their gradients.
     if layout.context > 1:
         both = B * train.sequence_length * 2 * arch.num_key_value_heads * arch.head_dim // n * width
-        add("all-gather", "context", M * layers * (1 + (train.activation_checkpointing == "full")), both)
+        add("all-gather", "context", M * (layers + redone), both)
         add("reduce-scatter", "context", M * layers, both)
 
     # Sharded data parallel: each layer is a group, and the rest of each stage is one.

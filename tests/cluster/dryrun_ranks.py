@@ -69,6 +69,7 @@ def job_of(case: dict[str, Any]) -> Job:
             microbatch=case.get("microbatch", MICROBATCH),
             precision=case["precision"],
             activation_checkpointing=case.get("activation_checkpointing", "none"),
+            recompute_every_layers=case.get("recompute_every_layers", 1),
             accumulate=case.get("accumulate", "auto"),
         ),
         optimizer=OptimizerSection(lr=1e-3),

@@ -109,6 +109,7 @@ def build(case: dict[str, Any], mesh: Mesh, source: Any) -> ParallelModel:
         global_tokens=SEQUENCES * LENGTH,
         precision=case.get("precision", "fp32"),
         activation_checkpointing=case.get("activation_checkpointing", "none"),
+        recompute_every_layers=case.get("recompute_every_layers", 1),
         compile=case.get("compile", False),
         reshard_after_forward=case.get("reshard_after_forward", True),
         async_tensor=case.get("async_tensor", False),

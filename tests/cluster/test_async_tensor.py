@@ -43,6 +43,16 @@ ASYNC: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "replicate2-fsdp2": ({"layout": {"tensor": 2, "replicate": 2, "shard": 2}}, "one"),
     "zero-bubble": ({"layout": ZERO_BUBBLE}, "one"),
+    "selective": ({"layout": {"tensor": 2}, "activation_checkpointing": "selective", "order": True}, "one"),
+    "compiled-selective": (
+        {
+            "layout": {"tensor": 2},
+            "compile": True,
+            "activation_checkpointing": "selective",
+            "order": True,
+        },
+        "one",
+    ),
     "compiled": ({"layout": {"tensor": 2}, "compile": True, "order": True}, "one"),
     "compiled-recompute-positions": (
         {
@@ -64,7 +74,7 @@ BITWISE: dict[str, dict[str, Any]] = {
 # Each part of these is in another one too.
 _LONG = {
     *("tp2-eights", "replicate2-fsdp2", "compiled-recompute-positions", "interleaved-tied-qwen3"),
-    "full-recompute",
+    *("full-recompute", "compiled-selective"),
 }
 
 
@@ -150,6 +160,12 @@ def test_it_evaluates_to_the_same_bits(runs: dict[str, Ran]) -> None:
         ("tp2", MICROBATCH, SEQUENCES // MICROBATCH, ARCH.num_hidden_layers),
         ("tp2-positions", 4, SEQUENCES, ARCH.num_hidden_layers),
         ("compiled", MICROBATCH, SEQUENCES // MICROBATCH, ARCH.num_hidden_layers),
+        # Nothing of this is done twice.
+        ("selective", MICROBATCH, SEQUENCES // MICROBATCH, ARCH.num_hidden_layers),
+        pytest.param(
+            *("compiled-selective", MICROBATCH, SEQUENCES // MICROBATCH, ARCH.num_hidden_layers),
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_collectives_are_launched_before_what_hides_them(

@@ -52,12 +52,26 @@ CONTEXT: dict[str, tuple[dict[str, Any], str]] = {
     "cp2-interleaved": ({"layout": INTERLEAVED}, "one"),
     "cp2-zero-bubble": ({"layout": ZERO_BUBBLE, "reshard_after_forward": False}, "one"),
     "cp2-recompute": ({"layout": CP2, "activation_checkpointing": "full"}, "one"),
+    "cp2-tp2-selective-every2-documents": (
+        {
+            "layout": {"tensor": 2, **CP2},
+            "activation_checkpointing": "selective",
+            "recompute_every_layers": 2,
+            "documents": True,
+        },
+        "one-documents",
+    ),
+    "cp2-selective": ({"layout": CP2, "activation_checkpointing": "selective"}, "one"),
+    "cp2-selective-compiled": (
+        {"layout": CP2, "activation_checkpointing": "selective", "compile": True},
+        "one",
+    ),
     "cp2-pp2-sharded": ({"layout": {"pipeline": 2, **CP2}, "accumulate": "sharded"}, "one"),
 }
 # Each part of these is in another one too.
 _LONG = {
     *("cp2-documents", "cp2-tp2", "cp2-pp2", "cp2-fsdp2", "cp2-replicate2", "cp2-interleaved"),
-    *("cp2-recompute", "cp2-pp2-sharded"),
+    *("cp2-recompute", "cp2-pp2-sharded", "cp2-selective", "cp2-selective-compiled"),
 }
 ONES: dict[str, dict[str, Any]] = {
     "one": {},

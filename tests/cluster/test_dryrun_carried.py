@@ -40,6 +40,20 @@ MANY = {"pipeline": 2, "shard": 2, "stages_per_rank": 2}
 # Name -> case, layers, microbatches. Layers do not divide evenly where that is possible.
 LARGE: dict[str, tuple[dict[str, Any], int, int]] = {
     "fsdp3-recompute": ({"layout": {"shard": 3}, "activation_checkpointing": "full"}, 7, 5),
+    "fsdp3-recompute-every3": (
+        {"layout": {"shard": 3}, "activation_checkpointing": "full", "recompute_every_layers": 3},
+        13,
+        5,
+    ),
+    "pp2-selective-every2": (
+        {
+            "layout": {"pipeline": 2, "tensor": 2},
+            "activation_checkpointing": "selective",
+            "recompute_every_layers": 2,
+        },
+        17,
+        7,
+    ),
     "replicate2": ({"layout": {"replicate": 2}}, 7, 5),
     "pp2-tied": ({"layout": {"pipeline": 2, "shard": 2, "tensor": 2}, "tied": True}, 13, 7),
     "pp2-gpipe": ({"layout": {"pipeline": 2, "schedule": "gpipe"}}, 13, 7),
@@ -75,6 +89,8 @@ _LONG = (
     "pp2-async",
     "replicate2",
     "fsdp3-recompute",
+    "fsdp3-recompute-every3",
+    "pp2-selective-every2",
 )  # the first two trace many layers and microbatches
 
 

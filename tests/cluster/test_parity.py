@@ -71,6 +71,19 @@ SHARDED: dict[str, dict[str, Any]] = {
     "pp2-fsdp2-gpipe": {"pipeline": 2, "shard": 2, "schedule": "gpipe"},
     "pp2-fsdp2-interleaved": {**LAYOUTS["pp2-interleaved"], "shard": 2},
 }
+SELECTIVE = {"activation_checkpointing": "selective"}
+RECOMPUTED: dict[str, dict[str, Any]] = {
+    "one-selective": {"layout": {}, **SELECTIVE},
+    "one-every2": {"layout": {}, "activation_checkpointing": "full", "recompute_every_layers": 2},
+    "tp2-pp2-fsdp2-selective": {"layout": LAYOUTS["tp2-pp2-fsdp2"], **SELECTIVE},
+    "pp2-fsdp2-selective-every2": {
+        "layout": LAYOUTS["pp2-fsdp2"],
+        **SELECTIVE,
+        "recompute_every_layers": 2,
+        "accumulate": "sharded",
+    },
+    "tp2-fsdp2-selective-compiled": {"layout": LAYOUTS["tp2-fsdp2"], **SELECTIVE, "compile": True},
+}
 
 
 def _cases() -> list[dict[str, Any]]:
@@ -103,6 +116,7 @@ def _cases() -> list[dict[str, Any]]:
             "tied": False,
             "activation_checkpointing": "full",
         },
+        *({"name": f"{n}-recompute", "tied": False, **case} for n, case in RECOMPUTED.items()),
         {"name": "one-bf16", "layout": {}, "tied": True, "precision": "bf16"},
         {"name": "tp2-pp2-fsdp2-bf16", "layout": full, "tied": True, "precision": "bf16"},
         {
@@ -268,6 +282,7 @@ def _differences(ran: Ran, reference: Ran) -> tuple[float, float]:
 FP32 = [f"{n}-{end}" for n in [*LAYOUTS, "pp2-zero-bubble-fsdp2"] for end in ("untied", "tied")]
 FP32 += [f"{n}-untied" for n in UNTIED_ONLY]
 FP32 += ["tp2-qwen3", "tp2-pp2-fsdp2-qwen3", "one-recompute", "tp2-pp2-fsdp2-recompute", "tp2-fsdp2-compiled"]
+FP32 += [f"{n}-recompute" for n in RECOMPUTED]
 FP32 += [f"{n}-momentum" for n in WITH_MOMENTUM if n != "one"]
 FP32 += [*(f"{n}-sharded-untied" for n in SHARDED), "tp2-fsdp2-sharded-compiled"]
 FP32 += [f"{n}-documents" for n in [*WITH_DOCUMENTS, "pp2-zero-bubble-fsdp2", "recompute", "compiled"]]
@@ -285,7 +300,8 @@ _LONG = {
     *(f"{n}-untied" for n in ("pp2", "pp4", "pp2-zero-bubble-fsdp2", "replicate2")),
     *(f"tp2-pp2-fsdp2-{n}" for n in ("momentum", "moments", "qwen3", "recompute", "bf16", "documents")),
     *(f"{n}-sharded-untied" for n in SHARDED if n not in ("fsdp2", "pp2-replicate2-fsdp2")),
-    *("tp2-fsdp2-compiled", "tp2-fsdp2-sharded-compiled"),
+    *("tp2-fsdp2-compiled", "tp2-fsdp2-sharded-compiled", "tp2-fsdp2-selective-compiled-recompute"),
+    "pp2-fsdp2-selective-every2-recompute",
     *(f"{n}-documents" for n in ("tp2", "pp2", "fsdp2", "pp2-gpipe", "pp4", "pp2-zero-bubble")),
 }
 
@@ -352,8 +368,16 @@ def test_two_runs_are_equal_to_the_last_bit(runs: dict[str, Ran]) -> None:
             assert torch.equal(ours, theirs), name
 
 
-def test_recomputing_activations_changes_no_bit(runs: dict[str, Ran]) -> None:
-    assert runs["one-recompute"].ranks[0]["history"] == runs["one-untied"].ranks[0]["history"]
+@_each(
+    ["one-recompute", "one-selective-recompute", "one-every2-recompute", "tp2-pp2-fsdp2-selective-recompute"]
+)
+def test_recomputing_activations_changes_no_bit(name: str, runs: dict[str, Ran]) -> None:
+    ran, peer = runs[name], runs["one-untied" if name.startswith("one") else "tp2-pp2-fsdp2-untied"]
+    for ours, theirs in zip(ran.ranks, peer.ranks, strict=True):
+        steps = len(ours["history"])
+        assert ours["history"] == theirs["history"][:steps]
+        for (of, _, a), (_, _, b) in zip(ours["gradients"], theirs["gradients"], strict=True):
+            assert torch.equal(a, b), of
 
 
 @_each(["tp2-pp2-fsdp2-bf16", "pp2-fsdp2-sharded-bf16"])

@@ -381,6 +381,16 @@ def _keep_every(facts: Facts) -> Iterator[RuleViolation]:
         )
 
 
+def _recompute_every(facts: Facts) -> Iterator[RuleViolation]:
+    train = facts.job.train
+    if train.recompute_every_layers > 1 and train.activation_checkpointing == "none":
+        yield RuleViolation(
+            ("train.recompute_every_layers",),
+            f"recompute_every_layers {train.recompute_every_layers} has no effect: activation_checkpointing is none",
+            'remove it, or set activation_checkpointing = "full" or "selective"',
+        )
+
+
 RULES: tuple[Rule, ...] = (
     _heads,
     _head_dim,
@@ -402,6 +412,7 @@ RULES: tuple[Rule, ...] = (
     _alert_delivery,
     _checkpoint_places,
     _keep_every,
+    _recompute_every,
 )
 
 # Rules about this machine: a job for another machine can be read and planned without them.

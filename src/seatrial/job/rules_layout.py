@@ -209,6 +209,19 @@ def _split_backward_compiled(facts: Facts) -> Iterator[RuleViolation]:
         )
 
 
+def _split_backward_selective(facts: Facts) -> Iterator[RuleViolation]:
+    parallel = _parallel(facts)
+    if facts.job.train.activation_checkpointing != "selective" or parallel.pipeline == 1:
+        return
+    if schedule_named(parallel.schedule).split_backward:
+        yield RuleViolation(
+            ("train.activation_checkpointing", "parallel.schedule"),
+            f'activation_checkpointing = "selective" with schedule "{parallel.schedule}": its backward pass has two parts, for '
+            "inputs and for weights, each of which recomputes, and what was kept is gone after the first",
+            'set activation_checkpointing = "full", or schedule = "interleaved-1f1b"',
+        )
+
+
 def _split_backward_accumulate(facts: Facts) -> Iterator[RuleViolation]:
     parallel = _parallel(facts)
     if facts.job.train.accumulate != "sharded" or parallel.pipeline == 1:
@@ -276,6 +289,7 @@ LAYOUT_RULES: tuple[Callable[[Facts], Iterator[RuleViolation]], ...] = (
     _schedule,
     _split_backward_sharded,
     _split_backward_compiled,
+    _split_backward_selective,
     _split_backward_accumulate,
     _batch,
     _expert,

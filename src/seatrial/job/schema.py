@@ -325,8 +325,14 @@ class TrainSection(Section):
         default="bf16",
         description="of matrix products; weights stay fp32, and so does optimizer state, see optimizer.name",
     )
-    activation_checkpointing: Literal["none", "full"] = Field(
-        default="none", description="full: keep each layer's input only and recompute the rest"
+    activation_checkpointing: Literal["none", "selective", "full"] = Field(
+        default="none",
+        description="full: keep each layer's input only and recompute the rest; selective: also keep the outputs of matrix "
+        "products and attention",
+    )
+    recompute_every_layers: Annotated[int, Field(ge=1, le=10_000)] = Field(
+        default=1,
+        description="which layers activation_checkpointing applies to: 1: all; 2: every second one of a stage",
     )
     accumulate: Literal["auto", "whole", "sharded"] = Field(
         default="auto",

@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -187,7 +188,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One decoder layer. With `recompute`, its activations are computed again in the backward pass."""
+    """One decoder layer. With `recompute`, its activations are computed again in the backward pass.
+
+    `contexts`, if given, is checkpoint's `context_fn`: it keeps some of them.
+    """
 
     def __init__(self, arch: Architecture) -> None:
         super().__init__()
@@ -196,6 +200,7 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
         self.mlp = MLP(arch)
         self.recompute = False
+        self.contexts: Callable[[], Any] | None = None
 
     def forward(
         self, x_BTD: Tensor, cos_TH: Tensor, sin_TH: Tensor, bias_B1TT: Tensor | None = None
@@ -203,9 +208,9 @@ class Block(nn.Module):
         # Inside the block, not around it: sharded data parallel hooks the block's own call, and must not see the
         # second forward pass as another use of its weights.
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(
-                self._layer, x_BTD, cos_TH, sin_TH, bias_B1TT, use_reentrant=False, preserve_rng_state=False
-            )
+            how: dict[str, Any] = {} if self.contexts is None else {"context_fn": self.contexts}
+            inputs = (x_BTD, cos_TH, sin_TH, bias_B1TT)
+            return checkpoint(self._layer, *inputs, use_reentrant=False, preserve_rng_state=False, **how)
         return self._layer(x_BTD, cos_TH, sin_TH, bias_B1TT)
 
     def _layer(self, x_BTD: Tensor, cos_TH: Tensor, sin_TH: Tensor, bias_B1TT: Tensor | None) -> Tensor:

@@ -23,6 +23,7 @@ from seatrial.parallel.context import apply_context_parallel, own_positions
 from seatrial.parallel.loss import cross_entropy
 from seatrial.parallel.mesh import Mesh
 from seatrial.parallel.pipeline import Pipeline
+from seatrial.parallel.recompute import keep_products
 from seatrial.parallel.shard import apply_sharding, free_gathered, prepare_backward
 from seatrial.parallel.stage_clock import StageClock
 from seatrial.parallel.tensor import apply_tensor_parallel, split_dimension, tensor_box
@@ -39,6 +40,7 @@ class Settings:
     global_tokens: int  # per step, over all ranks: the loss is their mean
     precision: str = "fp32"
     activation_checkpointing: str = "none"
+    recompute_every_layers: int = 1
     compile: bool = False
     reshard_after_forward: bool = True
     async_tensor: bool = False
@@ -264,13 +266,17 @@ def build_stage(
             mesh.at.tensor,
             settings.sequence_length,
             in_parts=settings.async_tensor,
+            opaque=settings.activation_checkpointing == "selective",
         )
     if mesh.context is not None:
         apply_context_parallel(model, mesh.context, mesh.context_rank, settings.sequence_length, mesh.device)
     if settings.compile:
         keep_compiler_private()
-    for block in model.blocks:
-        block.recompute = settings.activation_checkpointing == "full"
+    for number, block in enumerate(model.blocks):
+        if settings.activation_checkpointing != "none":
+            block.recompute = number % settings.recompute_every_layers == 0
+        if settings.activation_checkpointing == "selective":
+            keep_products(block, arch.intermediate_size // layout.tensor)
         if settings.compile:
             block.compile(fullgraph=True)  # a graph break would silently cost speed
     if data_mesh is not None:

@@ -27,18 +27,34 @@ from seatrial.parallel.overlap_ops import all_gather_matmul_op, matmul_reduce_sc
 class Overlap:
     """Replacement for a layer's projections: all-gather and project, or project and reduce-scatter, in one operation.
 
-    `in_parts`: communication is overlapped with products, part by part.
+    `in_parts`: communication is overlapped with products, part by part. `opaque`: forward passes are single operators for
+    dispatch modes, so that selective activation checkpointing keeps their results instead of each buffer inside.
     """
 
-    def __init__(self, group: ProcessGroup, *, in_parts: bool) -> None:
+    def __init__(self, group: ProcessGroup, *, in_parts: bool, opaque: bool = False) -> None:
         self.group = group
         self.in_parts = in_parts
+        self.opaque = opaque
         self.ranks = group.size()
         self.name = group.group_name  # how a compiled layer names the group
 
     def cut(self, sequences: int, positions: int) -> Cut:
         """The split of a microbatch's positions, of each sequence `positions` on this rank."""
         return Cut.of(sequences, positions, self.ranks, in_parts=self.in_parts)
+
+    def gathered_products(
+        self, x_BtD: Tensor, weights: list[Tensor], biases: list[Tensor], cut: Cut
+    ) -> list[Tensor]:
+        """`all_gather_matmul`, without autograd."""
+        if self.opaque:
+            return all_gather_matmul_op(x_BtD, weights, biases, self.in_parts, self.name)
+        return all_gather_matmul(x_BtD, weights, biases, cut, self.group)
+
+    def scattered_product(self, rows_RO: Tensor, weight: Tensor, cut: Cut) -> Tensor:
+        """`matmul_reduce_scatter`, without autograd."""
+        if self.opaque:
+            return matmul_reduce_scatter_op(rows_RO, weight, cut.sequences, self.in_parts, self.name)
+        return matmul_reduce_scatter(rows_RO, weight, cut, self.group)
 
     def project(self, x_BtD: Tensor, *linears: nn.Module) -> list[Tensor]:
         """This rank's positions -> products of all positions with this rank's weights, rows in the order of parts.
@@ -54,7 +70,7 @@ class Overlap:
             cut = self.cut(x_BtD.shape[0], x_BtD.shape[1])
             # Transposed, as the products use them: a view of a weight has its own autograd node, see `needs_grad`.
             views = [weight.t() for weight in weights]
-            outs = _AllGatherMatmul.apply(x_BtD, *views, *biases, cut, self.group, len(views))
+            outs = _AllGatherMatmul.apply(x_BtD, *views, *biases, cut, self, len(views))
         shape = (x_BtD.shape[0], x_BtD.shape[1] * self.ranks, -1)
         return [out.view(shape) for out in outs]
 
@@ -84,7 +100,7 @@ class RowParallelLinear(nn.Module):
         group = self._overlap.group
         view = self.weight.t()
         marker = _SaveForGradients.apply(rows_RO, view, cut, group)
-        return _MatmulReduceScatter.apply(marker, rows_RO.detach(), view.detach(), cut, group)
+        return _MatmulReduceScatter.apply(marker, rows_RO.detach(), view.detach(), cut, self._overlap)
 
 
 class _AllGatherMatmul(torch.autograd.Function):
@@ -92,11 +108,11 @@ class _AllGatherMatmul(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_BtD: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-        *tensors, ctx.cut, ctx.group, ctx.weights = rest
+        *tensors, ctx.cut, overlap, ctx.weights = rest
         views, biases = tensors[: ctx.weights], tensors[ctx.weights :]
-        ctx.biased = bool(biases)
+        ctx.biased, ctx.group = bool(biases), overlap.group
         ctx.save_for_backward(x_BtD, *views)
-        return tuple(all_gather_matmul(x_BtD, [v.t() for v in views], biases, ctx.cut, ctx.group))
+        return tuple(overlap.gathered_products(x_BtD, [v.t() for v in views], biases, ctx.cut))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -150,9 +166,9 @@ class _MatmulReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, marker: Tensor, rows_RO: Tensor, view_OD: Tensor, cut: Cut, group: ProcessGroup
+        ctx: Any, marker: Tensor, rows_RO: Tensor, view_OD: Tensor, cut: Cut, overlap: Overlap
     ) -> Tensor:
-        return matmul_reduce_scatter(rows_RO, view_OD.t(), cut, group)
+        return overlap.scattered_product(rows_RO, view_OD.t(), cut)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:

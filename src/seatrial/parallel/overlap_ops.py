@@ -136,3 +136,6 @@ def _matmul_reduce_scatter_gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 matmul_reduce_scatter_op.register_autograd(_matmul_reduce_scatter_gradient, setup_context=_save_for_scatter)
+
+# What an eager forward pass calls -> the function that implements it.
+IMPLEMENTATIONS = {op._opoverload: op._init_fn for op in (all_gather_matmul_op, matmul_reduce_scatter_op)}

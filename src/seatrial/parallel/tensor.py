@@ -70,11 +70,18 @@ class VocabParallelEmbedding(nn.Module):
 
 
 def apply_tensor_parallel(
-    model: Decoder, group: ProcessGroup, rank: int, sequence_length: int, *, in_parts: bool
+    model: Decoder,
+    group: ProcessGroup,
+    rank: int,
+    sequence_length: int,
+    *,
+    in_parts: bool,
+    opaque: bool = False,
 ) -> None:
     """Replace the weights of `model` (on the meta device) by this rank's parts, and insert the communication.
 
     `in_parts`: the layers' communication is overlapped with their matrix products, part by part (see `overlap`).
+    `opaque`: see `Overlap`.
     """
     size = group.size()
     for name, parameter in list(model.named_parameters()):
@@ -87,7 +94,7 @@ def apply_tensor_parallel(
         # `cross_entropy` gathers its own parts.
         return (AllGatherPositions.apply(args[0], group), *args[1:]) if args[2] is None else args
 
-    overlap = Overlap(group, in_parts=in_parts)
+    overlap = Overlap(group, in_parts=in_parts, opaque=opaque)
     # One all-gather for q, k and v, and one for gate and up.
     for block in model.blocks:
         attention, mlp = block.self_attn, block.mlp

@@ -330,6 +330,7 @@ def settings_of(job: Job) -> Settings:
         global_tokens=train.global_batch * train.sequence_length,
         precision=train.precision,
         activation_checkpointing=train.activation_checkpointing,
+        recompute_every_layers=train.recompute_every_layers,
         compile=train.compile,
         reshard_after_forward=job.parallel.reshards,
         async_tensor=job.parallel.async_tensor,

@@ -38,6 +38,7 @@ from seatrial.ui.plan_words import (
     pair,
     percent,
     rate_span,
+    recomputed,
     seconds,
     settings,
     table,
@@ -125,7 +126,12 @@ def _layouts(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
     yield from table(head, rows, width, left=(0, 1, *((2,) if wide else ())))
     rest = len(found.choices) - len(shown)
     entries = [f"{rest} more: --full"] if rest > 0 else []
-    entries.insert(0, "mb: microbatch" + ("" if wide else ", r: recomputes"))
+    marks = "mb: microbatch, r: recomputes"
+    if any(c.recipe.recompute == "selective" for c in shown):
+        marks += ", s: selectively"
+    if any(c.recipe.recompute_every > 1 for c in shown):
+        marks += ", s/2: in 1 of 2 layers"
+    entries.insert(0, marks)
     if any(c.recipe.async_tensor for c in shown):
         entries.insert(0, "async: async_tensor = true")
     if any(c.recipe.layout.stages_per_rank > 1 for c in shown):
@@ -149,7 +155,7 @@ def _row(name: str, choice: Choice, best: Prediction, wide: bool) -> list[str]:
     row = [
         name,
         marked(r, p),
-        settings(r, short=True) if wide else f"{r.microbatch}{'r' if r.recompute == 'full' else ''}",
+        settings(r, short=True) if wide else f"{r.microbatch}{recomputed(r)}",
     ]
     row += [seconds(p.step_s)] if wide else []
     row += [figures.rate(p.tokens_per_s_per_gpu), figures.mfu(p.mfu)]

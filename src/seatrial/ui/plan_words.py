@@ -133,7 +133,7 @@ def rate_span(p: Prediction) -> str:
 def batches(recipe: Recipe) -> str:
     """How a layout splits its batch: "32 microbatches of 8, async_tensor"."""
     behind = ", async_tensor" if recipe.async_tensor else ""
-    again = ", full recomputation" if recipe.recompute == "full" else ""
+    again = "" if recipe.recompute == "none" else f", {recipe.recomputation}"
     many_of = f"{many(recipe.microbatches, 'microbatch', 'microbatches')} of {recipe.microbatch}"
     return f"{many_of}{behind}{again}{', sharded gradients' if _shards_gradients(recipe) else ''}"
 
@@ -143,16 +143,32 @@ def _shards_gradients(recipe: Recipe) -> bool:
     return recipe.accumulate == "sharded" and recipe.microbatches > 1
 
 
+def recomputed(recipe: Recipe) -> str:
+    """Recomputation as a symbol: "r", in every second layer "r/2"; selective "s"; none ""."""
+    if recipe.recompute == "none":
+        return ""
+    some = f"/{recipe.recompute_every}" if recipe.recompute_every > 1 else ""
+    return f"{'s' if recipe.recompute == 'selective' else 'r'}{some}"
+
+
+def _recomputes(recipe: Recipe) -> list[str]:
+    if recipe.recompute == "none":
+        return []
+    kind = "recomputes" if recipe.recompute == "full" else f"recomputes {recipe.recompute}ly"
+    return [f"{kind} 1 of {recipe.recompute_every} layers" if recipe.recompute_every > 1 else kind]
+
+
 def settings(recipe: Recipe, *, short: bool = False) -> str:
     """Settings of a layout other than its sizes: microbatch, schedule, recomputation, resharding."""
-    entries = [f"{'mb' if short else 'microbatch'} {recipe.microbatch}"]
+    entries = [f"mb {recipe.microbatch}{recomputed(recipe)}" if short else f"microbatch {recipe.microbatch}"]
     layout = recipe.layout
-    if layout.pipeline > 1:
-        entries.append(layout.schedule.removesuffix("-1f1b") if short else layout.schedule)
-    if recipe.recompute != "none":
-        entries.append("recomputes" if recipe.recompute == "full" else f"recomputes {recipe.recompute}")
+    # In the short form the name of the layout, PP2x4, says that stages are interleaved.
+    if layout.pipeline > 1 and not (short and layout.schedule == "interleaved-1f1b"):
+        entries.append(layout.schedule)
+    if not short:
+        entries += _recomputes(recipe)
     if layout.pipeline == 1 and recipe.shard_ranks > 1:
-        entries.append("reshards" if recipe.reshard else "no reshard")
+        entries.append(("reshard" if short else "reshards") if recipe.reshard else "no reshard")
     if _shards_gradients(recipe):
         entries.append("sharded" if short else "sharded gradients")
     return ", ".join(entries)
@@ -248,8 +264,8 @@ def brief(recipe: Recipe) -> str:
     entries = [short(recipe), f"mb {recipe.microbatch}"]
     if schedule_named(recipe.layout.schedule).split_backward:
         entries.append(recipe.layout.schedule)
-    if recipe.recompute != "none":
-        entries.append("recomputes")
+    # "selective" as in the job file: a line has little room.
+    entries += [words.replace("recomputes selectively", "selective") for words in _recomputes(recipe)]
     if _shards_gradients(recipe):
         entries.append("sharded gradients")
     return ", ".join(entries)

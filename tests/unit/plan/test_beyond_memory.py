@@ -44,7 +44,6 @@ def predicted(predictor: Predictor, recipe: Recipe) -> Prediction:
 @pytest.mark.parametrize("name", ["7b-one-h200", "70b-64-h100", "405b-16384-h100"])
 def test_beyond_memory_matches_an_exhaustive_search(name: str) -> None:
     predictor, found, beyond = asked(name)
-    assert beyond is not None
     best = found.choices[0].prediction.step_s
     ways = [*found.outsized]
     ways += [replace(r, async_tensor=True) for r in found.outsized if can_overlap(r, stack_for(r))]
@@ -55,6 +54,12 @@ def test_beyond_memory_matches_an_exhaustive_search(name: str) -> None:
     fastest = min(p.step_s for _, p in tried)
     most = min(fastest * (1 + TIE_MARGIN), best / (1 + TIE_MARGIN))
     near = [(p.memory.reserved, r) for r, p in tried if p.step_s < most]
+    assert bool(near) == (
+        name != "405b-16384-h100"
+    )  # there the best recomputes little, and nothing is much faster
+    if beyond is None:
+        assert not near
+        return
     assert beyond.recipe == min(near, key=lambda n: n[0])[1]
     assert beyond.prediction.step_s == predicted(predictor, beyond.recipe).step_s < best / (1 + TIE_MARGIN)
     assert beyond.gain == pytest.approx(best / beyond.prediction.step_s - 1)
@@ -71,7 +76,7 @@ def test_each_change_makes_it_fit_and_is_the_fastest_of_its_kind() -> None:
     there = predicted(predictor, again.recipe)
     assert there.fits
     changes = [r for kind in single_changes(beyond.recipe, stack_for(beyond.recipe)) for _, r in kind]
-    assert {"full", "none"} == {r.recompute for r in changes}
+    assert {"full", "none", "selective"} == {r.recompute for r in changes}
     assert there.step_s == min(p.step_s for r in changes if (p := predictor.try_predict(r)) is not None)
     assert again.gain == pytest.approx(found.choices[0].prediction.step_s / there.step_s - 1)
     # The GPU is the one with the least memory that it fits, in nodes of eight.
@@ -87,7 +92,10 @@ def test_each_change_makes_it_fit_and_is_the_fastest_of_its_kind() -> None:
 
 
 def test_twice_the_nodes_are_more_shards() -> None:
-    predictor, _, beyond = asked("70b-64-h100", "cluster.nodes=1", "cluster.gpu=B300 SXM")
+    predictor, _, _ = asked("70b-64-h100", "cluster.nodes=1", "cluster.gpu=B300 SXM")
+    # With selective recomputation the best is so fast that only much larger layouts are faster.
+    found = search(predictor.job, predictor.cluster, own=False, recomputes=(("none", 1), ("full", 1)))
+    beyond = beyond_memory(predictor, found)
     assert beyond is not None
     (way,) = (w for w in beyond.suggestions if w.what == "2 nodes")
     assert way.recipe == replace(

@@ -132,9 +132,9 @@ def test_context_parallel_is_searched_only_where_a_stack_has_it() -> None:
     assert card is not None
     cluster = Cluster(card, 1, 8)
     sizes = {
-        stack: {r.context for r in legal(long, cluster, Counter(), (1,), ("none",), stack)}
+        stack: {r.context for r in legal(long, cluster, Counter(), (1,), (("none", 1),), stack)}
         for stack in ("nemo", "seatrial", "megascale")
     }
     assert sizes == {"nemo": {1, 2, 4, 8}, "seatrial": {1, 2, 4, 8}, "megascale": {1}}
-    assert all(r.world == 8 for r in legal(long, cluster, Counter(), (1,), ("none",), "nemo"))
+    assert all(r.world == 8 for r in legal(long, cluster, Counter(), (1,), (("none", 1),), "nemo"))
     assert "CP" in short(search(long, cluster, stack="nemo").choices[0].recipe)

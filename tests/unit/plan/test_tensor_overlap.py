@@ -332,20 +332,22 @@ def test_pruned_search_finds_the_same_best_layouts() -> None:
 @pytest.mark.cluster  # slow
 def test_async_tensor_is_chosen_for_large_but_not_tiny_layers() -> None:
     large = job("qwen2.5-72b-b300", "cluster.nodes=4")
-    found = search(large, replace(B300, nodes=4), own=False, microbatches=(1, 2, 4, 8), recomputes=("none",))
+    found = search(
+        large, replace(B300, nodes=4), own=False, microbatches=(1, 2, 4, 8), recomputes=(("none", 1),)
+    )
     assert all(c.recipe.async_tensor for c in found.choices if c.recipe.layout.tensor >= 4)
     tiny = job(
         "qwen2.5-7b-h200", "model.preset=qwen2.5-0.5b", "train.sequence_length=256", "train.microbatch=1"
     )
     few = search(
-        tiny, Cluster(gpu("H200 SXM"), 1, 8), own=False, microbatches=(1,), recomputes=("none",)
+        tiny, Cluster(gpu("H200 SXM"), 1, 8), own=False, microbatches=(1,), recomputes=(("none", 1),)
     ).choices
     assert any(c.recipe.layout.tensor > 1 for c in few)
     assert not any(c.recipe.async_tensor for c in few)
 
 
 def test_other_stacks_are_predicted_without_async_tensor() -> None:
-    found = search(job("qwen2.5-72b-b300"), B300, stack="nemo", microbatches=(2,), recomputes=("none",))
+    found = search(job("qwen2.5-72b-b300"), B300, stack="nemo", microbatches=(2,), recomputes=(("none", 1),))
     assert found.own is not None
     assert not found.own.recipe.async_tensor
     assert not any(c.recipe.async_tensor for c in found.choices)

@@ -138,12 +138,12 @@ def test_a_layout_that_fails_only_for_memory_is_shown_once() -> None:
     beyond = voyage().beyond
     assert beyond is not None
     assert beyond.suggestions
-    assert "microbatch 2 (as fast as the best)" in too_large(beyond)
+    assert "microbatch 1 (8 % slower than the best, tight)" in too_large(beyond)
     assert " ".join(text_of(voyage()).split()).count(f"too large {too_large(beyond)} ") == 1
     assert escape(f"Too large: {too_large(beyond)}.") in page(voyage())
     told = document(voyage())["search"]["beyond_memory"]
     assert told["recipe"]["microbatch"] == beyond.recipe.microbatch
-    assert told["ways"][0]["what"] == "microbatch 2"
+    assert told["ways"][0]["what"] == "microbatch 1"
     assert "no single change makes it fit" in too_large(replace(beyond, suggestions=()))
     assert "too large" not in text_of(too_large_for_all())
     assert document(too_large_for_all())["search"]["beyond_memory"] is None

@@ -47,12 +47,12 @@ def test_the_presets_comments_are_what_the_plan_predicts() -> None:
         ],
         r"(\d+) % of a step is bubble": [100 * parts["pipeline bubble and uneven stages"]],
         r"gathered weights \((\d+) GB\)": [memory.gathered / 1e9],
-        r"finds shard (\d+) x replicate (\d+), with microbatch (\d+)": [
+        r"finds tensor (\d+) x shard (\d+) with microbatch (\d+), selective": [
+            best.layout.tensor,
             best.layout.shard,
-            best.layout.replicate,
             best.microbatch,
         ],
-        r"reduced in each of them, (\d+) % faster, but tight": [100 * told.found.own_costs],
+        r"sharded gradients, (\d+) % faster, but tight": [100 * told.found.own_costs],
         r"cards of 400 Gb/s a node, ([\d.]+) TB/s in all": [(told.network_demand.capacity or 0) * 16 / 1e12],
     }
     for pattern, values in predicted.items():

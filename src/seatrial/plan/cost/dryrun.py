@@ -120,7 +120,8 @@ def dry_run(
     wrong = [r for r in wanted if not 0 <= r < world]
     if wrong:
         raise InputError(f"there is no rank {wrong[0]}: the layout has ranks 0 to {world - 1}")
-    at = grid(job.layout, job.architecture.num_hidden_layers, job.microbatches, whole=whole)
+    period = job.train.recompute_every_layers
+    at = grid(job.layout, job.architecture.num_hidden_layers, job.microbatches, period, whole=whole)
     traces = [[rank, *point] for rank in wanted for point in at.points]
     workers = max(1, min(processes or os.cpu_count() or 1, len(traces)))
     shares = [traces[i::workers] for i in range(workers)]

@@ -17,9 +17,8 @@ from typing import Any
 from seatrial.job.layout import Layout
 from seatrial.job.schedules import schedule_named
 
-# Layers a stage in the smaller trace: two at either end, which may differ from those between (see
-# train.dryrun.timeline.position).
-_LAYERS = 4
+# Layers with names of their own at either end of a stage in the smaller trace, at least (see train.dryrun.timeline.position).
+_EDGE = 2
 
 
 @dataclass(frozen=True)
@@ -63,15 +62,18 @@ class Grid:
         return self.layers.exact and self.microbatches.exact
 
 
-def grid(layout: Layout, layers: int, microbatches: int, *, whole: bool = False) -> Grid:
+def grid(layout: Layout, layers: int, microbatches: int, period: int = 1, *, whole: bool = False) -> Grid:
     """The sizes to trace for a model with `layers`; `whole`: its full sizes, without extrapolation.
 
-    The remainder of layers over stages is kept, so that the same stages are the larger ones (`Layout.stage_layers`).
+    The remainder of layers over stages is kept, so that the same stages are the larger ones (`Layout.stage_layers`). If
+    only every `period`-th layer of a stage is recomputed, so is the remainder of a stage's layers over `period`.
     """
     each, spare = divmod(layers, layout.stages)
     sizes: tuple[int, ...] = (layers,)
-    if not whole and each > _LAYERS + 1:
-        sizes = tuple(n * layout.stages + spare for n in (_LAYERS, _LAYERS + 1))
+    least = 2 * max(_EDGE, period)
+    least += (each - least) % period
+    if not whole and each > least + period:
+        sizes = tuple(n * layout.stages + spare for n in (least, least + period))
     counts: tuple[int, ...] = (microbatches,)
     edges = _edges(layout)
     step = layout.pipeline if schedule_named(layout.schedule).several_stages else 1

@@ -199,6 +199,7 @@ def would_fit(account: Account) -> str:
     for train in (
         {"accumulate": "sharded"},
         {"microbatch": 1},
+        {"activation_checkpointing": "selective"},
         {"activation_checkpointing": "full"},
         {"microbatch": 1, "activation_checkpointing": "full"},
     ):

@@ -187,14 +187,22 @@ def _metrics(end: Memory, model: Architecture, recipe: Recipe, stack: Stack, ran
 def _backward(base: Memory, model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> Memory:
     layer = layer_share(model, recipe.layout.tensor)
     whole = layer_activations(model, recipe, stack)
-    # A recomputed layer keeps all its activations; otherwise only gradients of activations are added.
-    working = whole * (0.3 if recipe.recompute in ("none", "attention") else 1.0)
-    transient = 0.0
-    if _reduces_at_once(recipe, stack):
-        transient = (recipe.width + 4) * layer
-        if stack.name in OURS:
-            # A layer whose gradients are being reduced has freed its activations.
-            transient = max(0.0, transient - (whole if recipe.recompute == "none" else 0.0))
+    transient = (recipe.width + 4) * layer if _reduces_at_once(recipe, stack) else 0.0
+    # The stage's last layers, up to the last one that is recomputed: (activations, gradients being reduced). A recomputed
+    # layer holds all its activations; otherwise only gradients of activations are added.
+    freed, points = 0, []
+    if recipe.recompute_every > 1:
+        freed = (recipe.layout.rank_layers(rank, model.num_hidden_layers)[-1] - 1) % recipe.recompute_every
+    if recipe.recompute not in ("none", "attention"):
+        again = whole
+        if recipe.recompute == "selective":
+            again -= _kept(model, recipe, stack) - _stage_input(model, recipe)
+        points.append((again - freed * whole, transient))
+    if not points or freed:
+        # A layer whose gradients are being reduced has freed its activations.
+        free = whole if recipe.recompute == "none" or freed else 0.0
+        points.append((0.3 * whole, max(0.0, transient - free) if stack.name in OURS else transient))
+    working, transient = max(points, key=sum)
     if stack.name in OURS and recipe.sharding == "full" and rank == recipe.layout.pipeline - 1:
         # The head's gradient stays in 16 bits until the root is reduced or accumulated, after a backward pass.
         transient += recipe.width * model.embedding_parameters() / recipe.layout.tensor
@@ -308,26 +316,37 @@ def _freed(model: Architecture, recipe: Recipe, rank: int) -> float:
 
 def _waiting(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> float:
     """Bytes of activations of microbatches in flight, at the schedule's peak."""
-    whole = layer_activations(model, recipe, stack)
     kept_input = _stage_input(model, recipe)
-    kept = {
-        "none": whole,
-        "attention": whole,
-        # q, v, outputs of gate and down projection, attention, the layer's input; torchtitan saves every second GEMM.
-        "operators": recipe.width
-        * recipe.tokens
-        * (2 * model.query_width + model.kv_width + model.intermediate_size)
-        / recipe.layout.tensor
-        + 2 * kept_input,
-        "alternate": (whole + kept_input) / 2,
-        "full": kept_input,
-    }[recipe.recompute]
     layout, counts = recipe.layout, recipe.layout.rank_layers(rank, model.num_hidden_layers)
+    count, redone = sum(counts), recipe.recomputed_of(counts)
+    layers = redone * _kept(model, recipe, stack) if redone else 0.0
+    if redone < count:
+        layers += (count - redone) * layer_activations(model, recipe, stack)
     held = layout.stages_per_rank
     if layout.pipeline > 1:
         at = (layout.pipeline, layout.stages_per_rank, recipe.microbatches, rank)
         held = schedule_named(layout.schedule).in_flight(*at)
-    return held * (sum(counts) / len(counts) * kept + kept_input) + _owed(model, recipe, stack, rank)
+    return held * (layers / len(counts) + kept_input) + _owed(model, recipe, stack, rank)
+
+
+def _kept(model: Architecture, recipe: Recipe, stack: Stack) -> float:
+    """Bytes that a recomputed layer keeps of one microbatch until its backward pass."""
+    kept_input = _stage_input(model, recipe)
+    if recipe.recompute == "full":
+        return kept_input
+    whole = layer_activations(model, recipe, stack)
+    if recipe.recompute == "alternate":
+        return (whole + kept_input) / 2
+    # q, v, outputs of gate and down projection, attention, the layer's input; torchtitan saves every second GEMM.
+    wide = 2 * model.query_width + model.kv_width + model.intermediate_size
+    scale = 0.0
+    if recipe.recompute == "selective":
+        # q, k, v, attention with its log-sum-exp, outputs of o, gate and up projection, the layer's input.
+        wide = 2 * model.query_width + 2 * model.kv_width + model.ffn_in
+        scale = 4.0 * recipe.tokens * model.num_attention_heads / recipe.layout.tensor
+    elif recipe.recompute != "operators":
+        return whole
+    return recipe.width * recipe.tokens * wide / recipe.layout.tensor + scale + 2 * kept_input
 
 
 def _stage_input(model: Architecture, recipe: Recipe) -> float:

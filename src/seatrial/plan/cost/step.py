@@ -332,11 +332,12 @@ def rank_traffic(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Sta
     hidden = width * r.tokens * model.hidden_size
     # A layer has two all-gathers and two reduce-scatters, forward and backward; embedding and head one collective in each.
     # Ours has two more all-gathers for the weight gradients.
-    again = REDONE[r.recompute][3]
+    again, keys_again = REDONE[r.recompute][3:]
     if r.recompute == "full" and stack.layer_states == "ours":
         again = EARLY_STOP
+    share = r.recomputed_of(layout.rank_layers(rank, model.num_hidden_layers)) / layers
     ends = (rank == 0) + (rank == layout.pipeline - 1)
-    messages = layers * (4 * (2 + again) + 2 * (stack.name in OURS)) + 2 * ends
+    messages = layers * (4 * (2 + share * again) + 2 * (stack.name in OURS)) + 2 * ends
     if (
         rank == layout.pipeline - 1 > 0
         and stack.name in OURS
@@ -345,7 +346,7 @@ def rank_traffic(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Sta
         messages += 1  # the head's logits are recomputed for its weight gradient
     tensor = m * hidden * (n - 1) / n * messages
     # Keys and values: gathered, gathered again for the backward pass unless they are kept as by ours, gradients reduced.
-    exchanges = (2 if stack.name in OURS else 3) + REDONE[r.recompute][3]
+    exchanges = (2 if stack.name in OURS else 3) + share * keys_again
     context = layers * m * exchanges * width * r.tokens * 2 * model.kv_width / n * (r.context - 1)
     message = m * _hidden_bytes(model, r) * width / 2
     per_rank, last = layout.stages_per_rank, layout.pipeline - 1

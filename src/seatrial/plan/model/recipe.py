@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -13,9 +14,10 @@ from seatrial.job.schema import Accumulate
 Sharding = Literal["none", "optimizer", "gradients", "full"]
 """Data-parallel sharding: none; optimizer state (ZeRO-1); also gradients (ZeRO-2); also weights (ZeRO-3, FSDP)."""
 
-Recompute = Literal["none", "attention", "operators", "alternate", "full"]
+Recompute = Literal["none", "attention", "operators", "alternate", "selective", "full"]
 """What the backward pass recomputes: nothing; the attention core (arXiv:2205.05198); cheap operators and half of the
-matrix products (torchtitan's per-operator choice); every second layer; every layer."""
+matrix products (torchtitan's per-operator choice); every second layer; cheap operators (ours, `parallel/recompute.py`);
+every layer."""
 
 Precision = Literal["fp32", "bf16", "fp8"]
 
@@ -37,6 +39,7 @@ class Recipe:
     sharding: Sharding = "full"
     reshard: bool = True  # full sharding: gather weights again for the backward pass
     recompute: Recompute = "none"
+    recompute_every: int = 1  # ours: of the layers of a stage, only the first and every n-th after it
     sequence_parallel: bool = True
     compiled: bool = False
     # Our trainer: overlaps all-gathers and reduce-scatters with matrix products (`overlap.py`).
@@ -58,7 +61,8 @@ class Recipe:
             optimizer=job.optimizer.name,
             precision=train.precision,
             reshard=job.parallel.reshards,
-            recompute="full" if train.activation_checkpointing == "full" else "none",
+            recompute=train.activation_checkpointing,
+            recompute_every=train.recompute_every_layers,
             compiled=train.compile,
             async_tensor=job.parallel.async_tensor,
             accumulate="sharded" if train.accumulate == "sharded" else "whole",
@@ -78,11 +82,32 @@ class Recipe:
     @property
     def train(self) -> dict[str, Any]:
         """Its keys of [train] in a job file, of those that a search chooses."""
+        none = self.activation_checkpointing == "none"
         return {
             "microbatch": self.microbatch,
-            "activation_checkpointing": "full" if self.recompute == "full" else "none",
+            "activation_checkpointing": self.activation_checkpointing,
+            "recompute_every_layers": 1 if none else self.recompute_every,
             "accumulate": self.accumulate,
         }
+
+    @property
+    def activation_checkpointing(self) -> str:
+        """The value of that key of [train]: our trainer's kind of recomputation."""
+        return self.recompute if self.recompute in ("selective", "full") else "none"
+
+    @property
+    def recomputation(self) -> str:
+        """In words: "full recomputation in 1 of 2 layers"."""
+        some = f" in 1 of {self.recompute_every} layers" if self.recompute_every > 1 else ""
+        return "no recomputation" if self.recompute == "none" else f"{self.recompute} recomputation{some}"
+
+    def recomputed_of(self, counts: Sequence[int]) -> int:
+        """How many layers are recomputed of stages with `counts` layers."""
+        if self.recompute == "none":
+            return 0
+        return (
+            sum(counts) if self.recompute_every == 1 else sum(-(-n // self.recompute_every) for n in counts)
+        )
 
     @property
     def width(self) -> int:

@@ -24,13 +24,15 @@ from seatrial.plan.cost.stacks import Stack
 from seatrial.plan.model.cluster import Group, group
 from seatrial.plan.model.recipe import Recipe
 
-# Shares of a layer's forward pass that are recomputed: (matrix products, attention, other operators, communication).
+# Shares of a layer's forward pass that are recomputed: (matrix products, attention, other operators, communication of
+# tensor and of context parallel).
 REDONE = {
-    "none": (0.0, 0.0, 0.0, 0.0),
-    "attention": (0.0, 1.0, 0.0, 0.0),
-    "operators": (0.5, 0.0, 1.0, 0.0),
-    "alternate": (0.5, 0.5, 0.5, 0.5),
-    "full": (1.0, 1.0, 1.0, 1.0),
+    "none": (0.0, 0.0, 0.0, 0.0, 0.0),
+    "attention": (0.0, 1.0, 0.0, 0.0, 1.0),
+    "operators": (0.5, 0.0, 1.0, 0.0, 0.0),
+    "alternate": (0.5, 0.5, 0.5, 0.5, 0.5),
+    "selective": (0.0, 0.0, 1.0, 0.0, 1.0),
+    "full": (1.0, 1.0, 1.0, 1.0, 1.0),
 }
 # torch.utils.checkpoint stops early: before the last product and its reduce-scatter.
 EARLY_STOP = 0.75
@@ -171,8 +173,8 @@ class _WorkBuilder:
             f.attention * redone[1],
             f.operators * redone[2],
             f.tensor * sent,
-            f.context * redone[1],
-            exchange=f.exchange * redone[1],
+            f.context * redone[4],
+            exchange=f.exchange * redone[4],
         )
         v = model.vocab_size // n
         head = self.kernels.product(t, v, h)
@@ -190,11 +192,18 @@ class _WorkBuilder:
         return Work(
             forward=passes[0],
             backward=passes[1],
-            again=passes[2],
+            again=self._of_some_layers(passes[2]),
             head_forward=paced(head_passes[0]),
             head_backward=paced(head_passes[1]),
             embedding=paced(Pass(operators=self.kernels.move(12.0 * t * h), tensor=2 * gather)),
         )
+
+    def _of_some_layers(self, again: Pass) -> Pass:
+        """The mean over all layers, of which only some may be recomputed."""
+        if self.recipe.recompute_every == 1:
+            return again
+        layers = self.model.num_hidden_layers
+        return again.times(self.recipe.recomputed_of(self.recipe.layout.layer_counts(layers)) / layers)
 
     def _in_parts(self, product: float, back: float, loss: float, gather: float) -> tuple[Pass, Pass]:
         """Passes of our chunked head: all of it is computed in the backward pass (`parallel/loss.py`).

@@ -32,6 +32,7 @@ from seatrial.plan.search.search import (
     Found,
     contexts,
     pair,
+    recomputes_of,
     schedules,
 )
 
@@ -251,10 +252,9 @@ def _suggestions(
 def single_changes(own: Recipe, stack: Stack) -> Iterator[list[tuple[str, Recipe]]]:
     """Changes of one setting of a layout: by setting, every possible value."""
     yield [(f"microbatch {m}", replace(own, microbatch=m)) for m in MICROBATCHES if m != own.microbatch]
-    if own.recompute == "full":
-        yield [("no recomputation", replace(own, recompute="none"))]
-    else:
-        yield [("full recomputation", replace(own, recompute="full"))]
+    kinds = recomputes_of(RECOMPUTES, own.layout.schedule, stack)
+    others = [replace(own, recompute=kind, recompute_every=every) for kind, every in kinds]
+    yield [(r.recomputation, r) for r in others if r != own]
     if not own.compiled:
         yield [("compile = true", replace(own, compiled=True))]
     if own.shard_ranks > 1:
@@ -290,13 +290,13 @@ def _tuned(predictor: Predictor, recipe: Recipe, stack: str) -> tuple[Recipe, Pr
     """The fastest settings of a layout on this stack."""
     ranks = recipe.shard_ranks
     tried = (
-        replace(at, microbatch=m, recompute=again, reshard=shard, layout=layout)
+        replace(at, microbatch=m, recompute=kind, recompute_every=every, reshard=shard, layout=layout)
         for at in (
             replace(recipe, context=c, layout=replace(recipe.layout, shard=ranks // c))
             for c in contexts(recipe, stack, ranks)
         )
         for m in MICROBATCHES
-        for again in RECOMPUTES
+        for kind, every in recomputes_of(RECOMPUTES, recipe.layout.schedule, stack)
         for shard in ((True, False) if recipe.layout.pipeline == 1 else (False,))
         for layout in (at.layout, *_schedules(at.layout))
     )
@@ -404,8 +404,8 @@ def difference(a: Recipe, b: Recipe) -> str:
     if (here.schedule, here.stages_per_rank) != (there.schedule, there.stages_per_rank):
         many = f" with {there.stages_per_rank} stages a rank" if there.stages_per_rank > 1 else ""
         entries.append(there.schedule + many)
-    if a.recompute != b.recompute:
-        entries.append("full recomputation" if b.recompute == "full" else "no recomputation")
+    if a.recomputation != b.recomputation:
+        entries.append(b.recomputation)
     if a.reshard != b.reshard:
         entries.append(f"reshard_after_forward = {str(b.reshard).lower()}")
     if a.async_tensor != b.async_tensor:

@@ -163,13 +163,13 @@ def _accumulates(job: Job, best: Recipe, room: float | None) -> list[str]:
     return [f"gradients accumulate {how}: {why}"] if how == best.accumulate else []
 
 
-def _free(job: Job) -> tuple[tuple[int, ...], tuple[Recompute, ...]]:
+def _free(job: Job) -> tuple[tuple[int, ...], tuple[tuple[Recompute, int], ...]]:
     """(microbatches, kinds of recomputation) that may be chosen."""
     train = job.train
     micro = (train.microbatch,) if job.wrote("train.microbatch") else MICROBATCHES
     if not job.wrote("train.activation_checkpointing"):
         return micro, RECOMPUTES
-    return micro, ("full" if train.activation_checkpointing == "full" else "none",)
+    return micro, ((train.activation_checkpointing, train.recompute_every_layers),)
 
 
 def _fastest(job: Job, place: Hardware, cluster: Cluster, calibration: Calibration | None) -> Chosen:

@@ -28,9 +28,9 @@ from seatrial.plan.cost.memory_fit import MemoryFit, judge
 from seatrial.plan.cost.predict import Prediction, capacity, predict, stack_for
 from seatrial.plan.cost.stacks import Stack
 from seatrial.plan.model.cluster import Cluster
-from seatrial.plan.model.recipe import Recipe
+from seatrial.plan.model.recipe import Recipe, Recompute
 from seatrial.plan.search.legal import refusal
-from seatrial.plan.search.search import MICROBATCHES, RECOMPUTES, tensors
+from seatrial.plan.search.search import MICROBATCHES, tensors
 
 # Bytes of one weight.
 WIDTHS = {"fp32": 4, "bf16": 2, "fp8": 1}
@@ -281,9 +281,12 @@ def _floor(model: Architecture, ranks: int, stack: Stack) -> float:
     return per_parameter * model.parameters() / ranks * (1 + FRAGMENTATION) + RUNTIME_BYTES
 
 
+_RECOMPUTES: tuple[Recompute, ...] = ("none", "full")  # what lies between does not decide what fits
+
+
 def _lean(job: Job, cluster: Cluster, stack: str | Stack = "seatrial") -> Iterator[Recipe]:
     """Legal layouts with one shard group and plain 1F1B; see `smallest`."""
-    base = replace(Recipe.of(job), context=1)
+    base = replace(Recipe.of(job), context=1, recompute_every=1)
     for tensor in tensors(job, cluster):
         # More stages than layers are refused; no need to ask for each.
         for pipeline in divisors(cluster.gpus // tensor, most=job.architecture.num_hidden_layers):
@@ -294,7 +297,7 @@ def _lean(job: Job, cluster: Cluster, stack: str | Stack = "seatrial") -> Iterat
                 # async_tensor has no effect if tensor is 1: it must not exclude such layouts.
                 if refusal(job, cluster, replace(recipe, async_tensor=False)) is not None:
                     continue
-                for reshard, recompute in product((True, False) if pipeline == 1 else (False,), RECOMPUTES):
+                for reshard, recompute in product((True, False) if pipeline == 1 else (False,), _RECOMPUTES):
                     yield from accumulate_options(
                         job, replace(recipe, reshard=reshard, recompute=recompute), stack
                     )

@@ -28,8 +28,10 @@ def refusal(job: Job, cluster: Cluster, recipe: Recipe) -> RuleViolation | None:
         "microbatch": recipe.microbatch,
         "global_batch": recipe.global_batch,
         "compile": recipe.compiled,
+        "activation_checkpointing": recipe.activation_checkpointing,
+        "accumulate": recipe.accumulate,
     }
-    train = _changed(job.train, {**values, "accumulate": recipe.accumulate})
+    train = _changed(job.train, values)
     each = cluster.gpus_per_node
     at = {"nodes": cluster.nodes, "gpus_per_node": each, "nvlink_domain": cluster.domain or each}
     nodes = _changed(job.cluster, at)

@@ -17,13 +17,13 @@ from itertools import product
 from seatrial.job.job import Job
 from seatrial.job.layout import Layout
 from seatrial.job.numbers import divisors
-from seatrial.job.schedules import SCHEDULES
+from seatrial.job.schedules import SCHEDULES, schedule_named
 from seatrial.job.settled import reopened
 from seatrial.plan.cost.accumulate import accumulate_options, adapted
 from seatrial.plan.cost.calibration import ROWS, Calibration
 from seatrial.plan.cost.memory import memory
 from seatrial.plan.cost.memory_fit import judge
-from seatrial.plan.cost.overlap import can_overlap, overlaps
+from seatrial.plan.cost.overlap import OURS, can_overlap, overlaps
 from seatrial.plan.cost.predict import Prediction, capacity, predict, stack_for
 from seatrial.plan.cost.stacks import Stack
 from seatrial.plan.model.cluster import Cluster
@@ -32,7 +32,14 @@ from seatrial.plan.search.legal import refusal
 from seatrial.plan.search.step_lower_bound import StepLowerBound
 
 MICROBATCHES = (1, 2, 4, 8, 16, 32)
-RECOMPUTES: tuple[Recompute, ...] = ("none", "full")
+# Kinds of recomputation, and in one of how many layers of a stage; from the fastest to the one that saves most.
+RECOMPUTES: tuple[tuple[Recompute, int], ...] = (
+    ("none", 1),
+    ("selective", 2),
+    ("selective", 1),
+    ("full", 2),
+    ("full", 1),
+)
 STAGES_PER_RANK = (2, 4)
 CONTEXTS = (2, 4, 8, 16)
 # The same configuration differs by this much between releases: closer layouts count as equally fast.
@@ -60,12 +67,14 @@ class Found:
 
     choices: tuple[Choice, ...]
     own: Choice | None  # the job's layout, if it has as many ranks as the cluster has GPUs
-    tried: int  # legal layouts, each counted once for all values of `async_tensor` and `accumulate`
+    # Legal layouts without and with full recomputation, each counted once for all values of `async_tensor` and `accumulate`.
+    tried: int
     too_large: int  # of them, those that do not fit
     refused: dict[str, int]  # combinations that a rule refuses, by its key
     least_bytes: float  # least memory on a GPU of all layouts
     sure: tuple[Choice, ...] = ()  # as `choices`, of layouts that fit with margin
-    outsized: tuple[Recipe, ...] = ()  # do not fit, but need at most `MOST_OVER` times the available memory
+    # Of those tried, which do not fit, but need at most `MOST_OVER` times the available memory.
+    outsized: tuple[Recipe, ...] = ()
 
     @property
     def own_costs(self) -> float | None:
@@ -83,7 +92,7 @@ def search(
     own: bool = True,
     stack: str | Stack = "seatrial",
     microbatches: Sequence[int] = MICROBATCHES,
-    recomputes: Sequence[Recompute] = RECOMPUTES,
+    recomputes: Sequence[tuple[Recompute, int]] = RECOMPUTES,
 ) -> Found:
     """Search all layouts on the whole cluster. Raises UnknownNetworkError, UnknownSpeedError."""
     model = job.architecture
@@ -104,16 +113,43 @@ def search(
             if key not in kept or found.step_s < kept[key].prediction.step_s:
                 kept[key] = Choice(recipe, found, limit(found, room))
 
+    def bar(recipe: Recipe, with_margin: bool = True) -> float:
+        """Seconds of the step to beat for a layout that fits with or without margin."""
+        best = (sure if with_margin else choices).get(pair(recipe))
+        return math.inf if best is None else best.prediction.step_s
+
+    def ways(recipe: Recipe) -> Iterator[Recipe]:
+        """Without asynchronous tensor parallel, and with it. It does not save memory: what does not fit without does not with it."""
+        yield recipe
+        if can_overlap(recipe, stack_for(recipe, stack)):
+            yield replace(recipe, async_tensor=True)
+
+    def slower(recipe: Recipe, most: float) -> bool:
+        return lower_bound(recipe) >= most or lower_bound.closer(recipe) >= most
+
+    def consider(recipe: Recipe, with_margin: bool) -> None:
+        """Predict a layout, which fits with or without margin, if it may be the fastest."""
+        if slower(recipe, bar(recipe, with_margin)):
+            return
+        if recipe.async_tensor and refusal(job, cluster, recipe) is not None:
+            return
+        found = predicted(model, recipe, cluster, calibration=calibration, stack=stack)
+        if found.fits:
+            take(recipe, found)
+
     either = reopened(job)
+    # The least and the most recomputation decide what fits. What lies between is tried where it can be the fastest.
+    ends, between = tuple(dict.fromkeys((recomputes[0], recomputes[-1]))), recomputes[1:-1]
+    # Layouts for that: a lower bound of the step time without recomputation.
+    partly: list[tuple[float, Recipe]] = []
     roomy: Recipe | None = None  # the last layout that fits with margin as it is
-    for layout in legal(job, cluster, refused, microbatches, recomputes, stack):
+    for layout in legal(job, cluster, refused, microbatches, ends, stack):
         tried += 1
         # Recomputation only saves memory: it is needless if the layout fits with margin without it.
         needless = roomy is not None and roomy == replace(layout, recompute="none")
         fits = False
         for place, recipe in enumerate(accumulate_options(either, layout, stack)):
-            behaviour = stack_for(recipe, stack)
-            needs = memory(model, recipe, behaviour).reserved
+            needs = memory(model, recipe, stack_for(recipe, stack)).reserved
             least = min(least, needs)
             if needs > room:
                 if needs <= MOST_OVER * room:
@@ -123,26 +159,35 @@ def search(
             if needless:
                 break
             with_margin = judge(needs, room).sure
-            fitting.append((lower_bound(recipe), with_margin, recipe))
-            if can_overlap(recipe, behaviour):
-                # It does not save memory: if a layout does not fit with margin without it, it does not with it.
-                recipe = replace(recipe, async_tensor=True)
-                fitting.append((lower_bound(recipe), with_margin, recipe))
+            fitting += ((lower_bound(way), with_margin, way) for way in ways(recipe))
             if with_margin:
                 if not place:
                     roomy = layout
                 break  # the other value only saves memory
         too_large += not fits
-    for least_s, with_margin, recipe in sorted(fitting, key=lambda entry: entry[0]):
-        best = (sure if with_margin else choices).get(pair(recipe))
-        bar = math.inf if best is None else best.prediction.step_s
-        if least_s >= bar or lower_bound.closer(recipe) >= bar:
+        if fits and not needless and between and (layout.recompute, layout.recompute_every) == ends[-1]:
+            plain = replace(layout, recompute="none")
+            least_s = min(
+                lower_bound(way) for r in accumulate_options(either, plain, stack) for way in ways(r)
+            )
+            partly.append((least_s, plain))
+    for _, with_margin, recipe in sorted(fitting, key=lambda entry: entry[0]):
+        consider(recipe, with_margin)
+    # With any of these a step takes longer than without, and the slower one needs less memory.
+    for least_s, layout in sorted(partly, key=lambda entry: entry[0]):
+        if least_s >= bar(layout):
             continue
-        if recipe.async_tensor and refusal(job, cluster, recipe) is not None:
-            continue
-        found = predicted(model, recipe, cluster, calibration=calibration, stack=stack)
-        if found.fits:
-            take(recipe, found)
+        kinds = recomputes_of(between, layout.layout.schedule, stack)
+        for plain in accumulate_options(either, layout, stack):
+            options = list(_recomputing(job, plain, kinds))
+            if not options or all(slower(way, bar(plain)) for way in ways(options[0])):
+                continue
+            for recipe in reversed(options):
+                needs = memory(model, recipe, stack_for(recipe, stack)).reserved
+                if needs > room:
+                    break
+                for way in ways(recipe):
+                    consider(way, judge(needs, room).sure)
     mine = None
     if own and job.layout.world_size == cluster.gpus:
         recipe = own_recipe(job, room, stack)
@@ -184,22 +229,37 @@ def legal(
     cluster: Cluster,
     refused: Counter[str],
     microbatches: Sequence[int] = MICROBATCHES,
-    recomputes: Sequence[Recompute] = RECOMPUTES,
+    recomputes: Sequence[tuple[Recompute, int]] = RECOMPUTES,
     stack: str | Stack = "seatrial",
 ) -> Iterator[Recipe]:
     """Legal layouts on all of `cluster`, without asynchronous tensor parallel; counts refused ones in `refused`."""
-    base = replace(Recipe.of(job), async_tensor=False)
+    base = replace(Recipe.of(job), async_tensor=False, recompute="none", recompute_every=1)
     for tensor in tensors(job, cluster):
         for pipeline in divisors(cluster.gpus // tensor, most=cluster.gpus):
             ranks = cluster.gpus // tensor // pipeline
-            kinds = product(contexts(base, stack, ranks), schedules(pipeline))
-            for context, (schedule, per_rank) in kinds:
+            splits = product(contexts(base, stack, ranks), schedules(pipeline))
+            for context, (schedule, per_rank) in splits:
                 data = ranks // context
+                kinds = recomputes_of(recomputes, schedule, stack)
                 at = replace(base, context=context)
                 for replicate in divisors(data, most=data):
                     layout = Layout(pipeline, replicate, data // replicate, tensor, per_rank, schedule)
                     for micro in microbatches:
-                        yield from _variants(job, cluster, at, layout, micro, refused, recomputes)
+                        yield from _variants(job, cluster, at, layout, micro, refused, kinds)
+
+
+def recomputes_of(
+    recomputes: Sequence[tuple[Recompute, int]], schedule: str, stack: str | Stack
+) -> list[tuple[Recompute, int]]:
+    """Those of `recomputes` to try with a stack and a pipeline schedule."""
+    if (stack if isinstance(stack, str) else stack.name) not in OURS:
+        return [(kind, every) for kind, every in recomputes if kind != "selective" and every == 1]
+    if schedule_named(schedule).split_backward:  # the rules refuse `selective`
+        return [(kind, every) for kind, every in recomputes if kind != "selective"]
+    if ("selective", 1) not in recomputes:
+        return list(recomputes)
+    # It saves about as much as `full` in every second layer, in less time.
+    return [(kind, every) for kind, every in recomputes if kind != "full" or every == 1]
 
 
 def contexts(recipe: Recipe, stack: str | Stack, ranks: int) -> list[int]:
@@ -234,7 +294,7 @@ def _variants(
     layout: Layout,
     micro: int,
     refused: Counter[str],
-    recomputes: Sequence[Recompute],
+    recomputes: Sequence[tuple[Recompute, int]],
 ) -> Iterator[Recipe]:
     """Each combination of recomputation and resharding that the rules allow."""
     for reshard in (True, False):
@@ -243,4 +303,12 @@ def _variants(
         if finding is not None:
             refused[finding.keys[0]] += 1
             continue
-        yield from (replace(recipe, recompute=recompute) for recompute in recomputes)
+        yield from _recomputing(job, recipe, recomputes)
+
+
+def _recomputing(job: Job, recipe: Recipe, recomputes: Sequence[tuple[Recompute, int]]) -> Iterator[Recipe]:
+    """`recipe` with each of `recomputes` that differs in stages of so many layers."""
+    layers = job.architecture.num_hidden_layers // recipe.layout.stages
+    for kind, every in recomputes:
+        if every == 1 or every <= layers:
+            yield replace(recipe, recompute=kind, recompute_every=every)

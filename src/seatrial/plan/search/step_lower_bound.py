@@ -75,7 +75,8 @@ class StepLowerBound:
         layout, fabric = recipe.layout, Fabric.of(self.cluster, recipe)
         split = layout.pipeline > 1 and schedule_named(layout.schedule).split_backward
         # All settings but those that `work` does not depend on. A tuple of values is hashed faster than a Recipe.
-        sizes = (layout.tensor, layout.schedule if split else "")
+        stages = layout.stages if recipe.recompute_every > 1 else 0  # the share of layers that are recomputed
+        sizes = (layout.tensor, layout.schedule if split else "", stages)
         settings = {**vars(recipe), "layout": sizes, "reshard": None}
         key = (*settings.values(), recipe.microbatches > 1, fabric.cluster.domain)
         if key not in self._known:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from seatrial.base.errors import InternalError
+from seatrial.parallel.overlap_ops import IMPLEMENTATIONS
 from seatrial.train.dryrun.timeline import Timeline
 
 _aten, _c10d, _fsdp = torch.ops.aten, torch.ops.c10d, torch.ops.fsdp
@@ -151,6 +152,14 @@ class Recorder(TorchDispatchMode):
             self._collective(func, *_COLLECTIVES[packet], args, kwargs)
         elif func.namespace in ("c10d", "_c10d_functional"):
             raise InternalError(f"a step uses {packet}, whose bytes the dry run does not know")
+        inside = IMPLEMENTATIONS.get(func)
+        if inside is not None:
+            # One of our own operators: what it launches and computes counts. Fake tensors would hide it.
+            super().__enter__()
+            try:
+                return inside(*args, **kwargs)
+            finally:
+                super().__exit__(None, None, None)
         result = func(*args, **kwargs)
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):

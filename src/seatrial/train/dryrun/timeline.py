@@ -137,15 +137,15 @@ def _part(i: int, n: int) -> str:
     return f"-{n - i}" if n - i <= _EDGE else "mid"
 
 
-def position(index: int, count: int) -> str:
+def position(index: int, count: int, edge: int = 2) -> str:
     """Name of a layer in a label: `+0`, `+1` from the first, `-1`, `-2` from the last, `mid` between them.
 
     Sharded data parallel prefetches one layer ahead of the current one, so two layers at either end may differ from
-    those between.
+    those between. `edge`: how many have names of their own there; more where only every n-th layer is recomputed.
     """
-    if index < 2 and index < count - 2:
+    if index < edge and index < count - edge:
         return f"+{index}"
-    return f"-{count - index}" if count - index <= 2 else "mid"
+    return f"-{count - index}" if count - index <= edge else "mid"
 
 
 def microbatch_label(microbatch: int, microbatches: int, edges: tuple[int, int]) -> str:

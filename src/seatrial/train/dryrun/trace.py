@@ -283,7 +283,7 @@ class Marks:
         if stage.lm_head is not None:  # elsewhere the last layer's output is the stage's
             hooks.append(stage.register_forward_hook(backward("out")))
         for index, block in enumerate(blocks):
-            where = position(index, len(blocks))
+            where = position(index, len(blocks), max(2, self._model.settings.recompute_every_layers))
             hooks.append(block.register_forward_pre_hook(forward(where)))
             hooks.append(block.register_forward_hook(backward(where)))
         hooks.append(blocks[-1].register_forward_hook(forward("out")))

@@ -1,0 +1,55 @@
+"""Selective activation checkpointing: what a decoder layer keeps for its backward pass, and what it computes again.
+
+Kept are the outputs of matrix products, of attention, and of tensor parallel's products with their collectives; computed
+again is what reads and writes memory only: norms, rotary embedding, SiLU, sums, copies. Keys and values that context
+parallel gathered are gathered again: kept, they would be as many times those of this rank as the group has ranks, where
+sequences are long and memory is short.
+
+A kept product of [rows, I] and [I, O] holds one value for each 2 I FLOPs that are not repeated. I is the model's width for
+all products but the last one, so none of them is the one to leave out (torchtitan leaves out every second); recomputing
+only some of the layers is the setting for what lies between. The last product's output is not kept: no gradient of the layer
+needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from seatrial.model.decoder import Block
+from seatrial.parallel.overlap_ops import all_gather_matmul_op, matmul_reduce_scatter_op
+
+_aten = torch.ops.aten
+# Operator -> which of its arguments is the weight, and the weight's dimension of input features.
+_PRODUCTS = {
+    _aten.mm.default: (1, 0),
+    _aten.addmm.default: (2, 0),
+    matmul_reduce_scatter_op._opoverload: (1, 1),
+}
+_OTHERS = {
+    all_gather_matmul_op._opoverload,
+    # Not attention without a fused kernel: its scores are what recomputing is to save.
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._efficient_attention_forward.default,  # what torch calls for the masks of `context` without flash attention
+}
+
+
+def keep_products(block: Block, mlp_width: int) -> None:
+    """Let `block` keep what this module lists. `mlp_width`: this rank's part of the MLP's width."""
+
+    def policy(_ctx: Any, op: Any, *args: Any, **_: Any) -> CheckpointPolicy:
+        keep = op in _OTHERS
+        if op in _PRODUCTS:
+            weight, dim = _PRODUCTS[op]
+            keep = args[weight].shape[dim] != mlp_width  # the MLP's second product is the layer's last
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts: Callable[[], Any] = partial(create_selective_checkpoint_contexts, policy)
+    block.contexts = contexts
