@@ -46,6 +46,7 @@ activation_checkpointing = "{recompute}"
 recompute_every_layers = {recompute_every}
 accumulate = "{accumulate}"
 [optimizer]
+name = "{optimizer}"
 lr = 1e-4
 [checkpoint]
 every_steps = 100
@@ -120,6 +121,7 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--recompute", default="none", choices=("none", "selective", "full"))
+    parser.add_argument("--optimizer", default="adamw")
     parser.add_argument("--recompute-every", type=int, default=1, help="layers")
     parser.add_argument("--accumulate", default="whole", choices=("whole", "sharded"))
     parser.add_argument("--whole", action="store_true", help="trace everything too, and compare")
