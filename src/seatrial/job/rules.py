@@ -124,7 +124,7 @@ def _moments(facts: Facts) -> Iterator[RuleViolation]:
         if 1 - beta < _LEAST_BF16_CHANGE:
             yield RuleViolation(
                 (f"optimizer.{key}", "optimizer.name"),
-                f"{key} {beta:g} is too close to 1 for {optimizer.name}: an update moves a moment by {1 - beta:.1%} of its "
+                f"{key} {beta:g} is too close to 1 for {optimizer.name}: an update moves a moment by {100 * (1 - beta):.2g} % of its "
                 "distance to the new value, and bf16 cannot store changes of less than 0.4 %",
                 f'use {key} = 0.99 or less, or name = "adamw"',
             )
