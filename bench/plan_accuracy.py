@@ -152,7 +152,7 @@ def baselines(rows: list[Row], left_out: Callable[[Row], Any]) -> dict[str, list
     mfu = {id(r): _flops_s(r) for r in rows}
     own = {id(r): own_pace(r) or 1.0 for r in rows}
     errors: dict[str, list[float]] = {"constant MFU": [], "one pace": []}
-    for group in {left_out(r) for r in rows}:
+    for group in dict.fromkeys(left_out(r) for r in rows):
         kept = [r for r in rows if left_out(r) != group or group is None]
         if not kept:
             continue
@@ -214,7 +214,7 @@ def evaluate(rows: list[Row]) -> tuple[dict[str, Any], Calibration]:
     result["own_rows"] = own.table().get("all")
     for name, left_out in WAYS.items():
         scores = Scores()
-        for group in {left_out(r) for r in timed}:
+        for group in dict.fromkeys(left_out(r) for r in timed):
             kept = ((i, r) for i, r in numbered if group is None or left_out(r) != group)
             known = everything if group is None else calibrate(kept, lines, like)
             for row in timed:
