@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+MIB, GIB = 2**20, 2**30
+
 
 def count(n: float) -> str:
     """1234567 -> '1.23M'."""

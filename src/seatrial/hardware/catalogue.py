@@ -24,6 +24,7 @@ class Gpu:
     source: str
     architecture: str = ""
     watts: float | None = None  # power limit of the board as sold
+    processors: int | None = None  # streaming multiprocessors; None: unknown, and not NVIDIA's
     fp8_tflops: float | None = None
     best_bf16_tflops: float | None = None  # the best measured rate of a matrix product
     best_fp8_tflops: float | None = None

@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from seatrial.base.units import GIB
 from seatrial.job.layout import Layout
 from seatrial.job.models import model_presets
 from seatrial.model.decoder import Decoder
-from seatrial.plan.cost.memory import GIB, layer_activations, memory, rank_memory, rank_parameters
+from seatrial.plan.cost.memory import layer_activations, memory, rank_memory, rank_parameters
 from seatrial.plan.cost.stacks import stacks
 from seatrial.plan.model.recipe import Recipe
 

@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from seatrial.plan.cost.memory import GIB, Memory
+from seatrial.base.units import GIB, MIB
+from seatrial.plan.cost.memory import Memory
 from seatrial.ui.plan_words import held
 
 MEMORY = Memory(
@@ -43,6 +44,8 @@ def test_without_reserved_memory_parts_add_up_to_allocated() -> None:
 
 
 def test_small_parts_have_smaller_units() -> None:
-    small = Memory(2048.0, 0.0, 4096.0, 0.0, 0.0, 3 * 1024.0**2, 0.0, 0.0)
+    small = Memory(2048.0, 0.0, 4096.0, 0.0, 0.0, 3.0 * MIB, 0.0, 0.0, 0.7 * GIB)
     assert held(small, gpu=False) == "activations 3 MiB"
-    assert "activations 3 MiB" in held(Memory(1e5, 1e5, 1e5, 0.0, 0.0, 3 * 1024.0**2, 0.0, 0.0), gpu=False)
+    assert "activations 3 MiB" in held(
+        Memory(1e5, 1e5, 1e5, 0.0, 0.0, 3.0 * MIB, 0.0, 0.0, 0.7 * GIB), gpu=False
+    )

@@ -15,17 +15,6 @@ from seatrial.plan.model.recipe import Precision
 
 # Output tile of large kernels; both orders are tried (docs.nvidia.com, "Matrix Multiplication Background").
 TILE = (128, 256)
-# Streaming multiprocessors. For other GPUs wave quantisation is ignored.
-PROCESSORS = {
-    "A100": 108,
-    "H100 SXM": 132,
-    "H100 PCIe": 114,
-    "H200": 132,
-    "B200": 148,
-    "GB200": 148,
-    "B300": 148,
-    "GB300": 148,
-}
 PROCESSORS_SOURCE = "NVIDIA's white papers: A100 108; H100 SXM 132, PCIe 114; cudaDeviceProp of B200: 148; B300 and GB300 assumed as B200"
 # Share of the data sheet's bandwidth that copying or adding large arrays reaches.
 MEMORY_SHARE = 0.85
@@ -119,11 +108,6 @@ class Kernels:
         return self.gpu.hbm_tb_s * 1e12 * MEMORY_SHARE
 
     @cached_property
-    def _processors(self) -> int | None:
-        found = [n for name, n in PROCESSORS.items() if self.gpu.name.startswith(name)]
-        return found[0] if found else None
-
-    @cached_property
     def _attention(self) -> AttentionSpeed:
         return ATTENTION[self.gpu.architecture][self.attention_kernel]
 
@@ -138,8 +122,8 @@ class Kernels:
             return 0.0
         size = 1 if self.precision == "fp8" else 2
         floor = (size * (m * k + k * n) + 2 * m * n) / self.memory
-        processors = self._processors
-        if processors is None:
+        processors = self.gpu.processors
+        if processors is None:  # wave quantisation is ignored
             return max(2.0 * m * n * k / self.best, floor)
         tiles = min(math.ceil(m / a) * math.ceil(n / b) for a, b in (TILE, TILE[::-1]))
         waves = tiles / processors

@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from seatrial.base.units import GIB, MIB
 from seatrial.job.architecture import Architecture
 from seatrial.job.layout import Layout
 from seatrial.job.loss_rows import loss_rows
@@ -28,10 +29,8 @@ from seatrial.plan.cost.stacks import Stack
 from seatrial.plan.cost.unshard import ACTIVE_STAGES
 from seatrial.plan.model.recipe import Recipe
 
-GIB = 1024**3
 # Outside torch's allocator, so not in max_memory_allocated: context and libraries, and buffers per NCCL communicator.
-RUNTIME_BYTES = 0.7 * GIB
-GROUP_BYTES = 688.0 * 1024**2
+GROUP_BYTES = 688 * MIB
 RUNTIME_SOURCE = (
     "0.7 GiB for context and libraries (assumption; 1.5 GiB before CUDA loaded kernels lazily: bigscience-workshop/bigscience "
     "chronicles-prequel.md); 688 MiB for each NCCL communicator (4 A100, NVIDIA/nccl issue 964)"
@@ -55,7 +54,7 @@ class Memory:
     activations: float
     logits: float
     messages: float  # pipeline receive buffers
-    runtime: float = RUNTIME_BYTES  # context, libraries, NCCL's buffers
+    runtime: float  # context, libraries, NCCL's buffers
     streams: float = 0.0  # reserved by other streams than the compute stream at this point
 
     @property

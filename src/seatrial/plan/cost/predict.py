@@ -6,13 +6,14 @@ import math
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
+from seatrial.base.units import GIB
 from seatrial.hardware.mfu import mfu
 from seatrial.job.architecture import Architecture
 from seatrial.job.optimizers import ADAMW, optimizer_named
 from seatrial.plan.cost.calibration import Calibration, Pace, Z, shipped
 from seatrial.plan.cost.collectives import Fabric
 from seatrial.plan.cost.kernels import MEMORY_SHARE, MEMORY_SOURCE, PROCESSORS_SOURCE, Kernels
-from seatrial.plan.cost.memory import FRAGMENTATION, FRAGMENTATION_SOURCE, GIB, RUNTIME_SOURCE, Memory, memory
+from seatrial.plan.cost.memory import FRAGMENTATION, FRAGMENTATION_SOURCE, RUNTIME_SOURCE, Memory, memory
 from seatrial.plan.cost.memory_fit import SURE, MemoryFit, judge, shipped_errors
 from seatrial.plan.cost.stacks import Stack, stacks
 from seatrial.plan.cost.step import SLOWER_BY_DOUBLING, SLOWER_SOURCE, Parts, Traffic, step_parts, traffic

@@ -27,19 +27,19 @@ class Stack:
     accumulate: float
     gradient_bytes: int
     reduce: str
-    hide_tensor: float
-    hide_pipeline: float
-    hide_data: float
     reduce_once: bool
-    contention: float
     layer_states: str
-    gap_s: float
     state_bytes: tuple[int, int, int]
-    bucket_bytes: float
     context_gib: float
-    groups: int
     source: str
     metrics: float = 0.0
+    hide_tensor: float = 0.0
+    hide_pipeline: float = 0.0
+    hide_data: float = 0.0
+    contention: float = 0.0
+    gap_s: float = 0.0
+    bucket_bytes: float = 0.0
+    groups: int = 0
     context_parallel: bool = False
 
     def reduces_once(self, recipe: Recipe) -> bool:
@@ -49,7 +49,7 @@ class Stack:
 
 @cache
 def stacks() -> dict[str, Stack]:
-    """Every stack by name; an entry with `like` inherits the values that it does not set."""
+    """Every stack by name; an entry with `like` inherits the values that it does not set, of several the later one's last."""
     text = files("seatrial.plan.cost").joinpath("stacks.toml").read_text(encoding="utf-8")
     table = tomllib.loads(text)
     return {name: Stack(name=name, **_values(table, name)) for name in table}

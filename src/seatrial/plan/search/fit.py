@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+from seatrial.base.units import GIB
 from seatrial.hardware.catalogue import Gpu, gpus
 from seatrial.hardware.networks import Network, reference_node
 from seatrial.job.architecture import Architecture
@@ -23,7 +24,7 @@ from seatrial.job.schema import NVLINK_DOMAINS
 from seatrial.plan.cost.accumulate import accumulate_options
 from seatrial.plan.cost.calibration import Calibration
 from seatrial.plan.cost.kernels import UnknownSpeedError
-from seatrial.plan.cost.memory import FRAGMENTATION, RUNTIME_BYTES, Memory, memory, rank_memory
+from seatrial.plan.cost.memory import FRAGMENTATION, Memory, memory, rank_memory
 from seatrial.plan.cost.memory_fit import MemoryFit, judge
 from seatrial.plan.cost.predict import Prediction, capacity, predict, stack_for
 from seatrial.plan.cost.stacks import Stack
@@ -278,7 +279,7 @@ def _sizes(largest: Cluster) -> Iterator[Cluster]:
 def _floor(model: Architecture, ranks: int, stack: Stack) -> float:
     """Lower bound of the bytes on the average GPU: its shard of the states."""
     per_parameter = sum(stack.state_bytes)
-    return per_parameter * model.parameters() / ranks * (1 + FRAGMENTATION) + RUNTIME_BYTES
+    return per_parameter * model.parameters() / ranks * (1 + FRAGMENTATION) + stack.context_gib * GIB
 
 
 _RECOMPUTES: tuple[Recompute, ...] = ("none", "full")  # what lies between does not decide what fits
