@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from gpu_runs import train
 
 NEEDED = 2
 
@@ -46,24 +44,6 @@ every_steps = 12
 """
 
 
-def train(folder: Path, *overrides: str) -> list[dict[str, float]]:
-    """The metrics of one run, after it has ended well."""
-    folder.mkdir()
-    (folder / "job.toml").write_text(JOB)
-    arguments = [a for o in overrides for a in ("--set", o)]
-    done = subprocess.run(
-        [sys.executable, "-m", "seatrial", "train", "job.toml", "--plain", *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = (folder / "runs/two-gpus/metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -75,8 +55,8 @@ def train(folder: Path, *overrides: str) -> list[dict[str, float]]:
     ids=["sequences", "positions", "compiled", "compiled-positions-recompute"],
 )
 def test_it_trains_as_plain_tensor_parallel_does(overrides: tuple[str, ...], tmp_path: Path) -> None:
-    plain = train(tmp_path / "plain", *overrides)
-    ours = train(tmp_path / "async", "parallel.async_tensor=true", *overrides)
+    plain = train(tmp_path / "plain", JOB, *overrides)
+    ours = train(tmp_path / "async", JOB, "parallel.async_tensor=true", *overrides)
     assert plain[-1]["loss"] < plain[0]["loss"] - 0.5
     # The same sums in bf16; parts of positions, and other kernels for fewer rows, round otherwise.
     for a, b in zip(ours, plain, strict=True):

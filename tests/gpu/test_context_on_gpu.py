@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from gpu_runs import train
 from torch import Tensor
 from torch.nn.attention.bias import CausalVariant
 
@@ -82,22 +80,8 @@ every_steps = 12
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="a context group needs 2 CUDA devices")
 @pytest.mark.parametrize("compiled", ["false", "true"])
 def test_it_trains_as_sharded_data_parallel_does(compiled: str, tmp_path: Path) -> None:
-    losses = []
-    for dimension in ("shard", "context"):
-        folder = tmp_path / dimension
-        folder.mkdir()
-        (folder / "job.toml").write_text(JOB)
-        sets = ["--set", f"parallel.{dimension}=2", "--set", f"train.compile={compiled}"]
-        done = subprocess.run(
-            [sys.executable, "-m", "seatrial", "train", "job.toml", "--plain", *sets],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        lines = (folder / "runs/two-gpus/metrics.jsonl").read_text().splitlines()
-        losses.append([json.loads(line)["loss"] for line in lines])
-    assert losses[0][-1] < losses[0][0] - 0.5
-    assert losses[1] == pytest.approx(losses[0], abs=0.02)
+    compiles = f"train.compile={compiled}"
+    plain = train(tmp_path / "shard", JOB, "parallel.shard=2", compiles)
+    ours = train(tmp_path / "context", JOB, "parallel.context=2", compiles)
+    assert plain[-1]["loss"] < plain[0]["loss"] - 0.5
+    assert [m["loss"] for m in ours] == pytest.approx([m["loss"] for m in plain], abs=0.02)

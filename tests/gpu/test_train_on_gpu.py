@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from gpu_runs import train
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,28 +36,9 @@ every_steps = 6
 """
 
 
-def train(folder: Path, *overrides: str) -> list[dict[str, float]]:
-    """The metrics of one start, after it has ended well."""
-    (folder / "job.toml").write_text(JOB)
-    arguments = [a for o in overrides for a in ("--set", o)]
-    done = subprocess.run(
-        [sys.executable, "-m", "seatrial", "train", "job.toml", "--plain", *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = (folder / "runs/one-gpu/metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
 def test_the_gpu_trains_as_the_cpu_does(tmp_path: Path) -> None:
-    (tmp_path / "gpu").mkdir()
-    (tmp_path / "cpu").mkdir()
-    gpu = train(tmp_path / "gpu", "cluster.device=cuda")
-    cpu = train(tmp_path / "cpu", "cluster.device=cpu", "train.precision=fp32")
+    gpu = train(tmp_path / "gpu", JOB, "cluster.device=cuda")
+    cpu = train(tmp_path / "cpu", JOB, "cluster.device=cpu", "train.precision=fp32")
     assert len(gpu) == len(cpu) == 12
     for ours, theirs in zip(gpu, cpu, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], abs=0.05), ours["step"]
@@ -68,11 +47,10 @@ def test_the_gpu_trains_as_the_cpu_does(tmp_path: Path) -> None:
 
 
 def test_compiled_and_recomputed(tmp_path: Path) -> None:
-    (tmp_path / "plain").mkdir()
-    (tmp_path / "compiled").mkdir()
-    plain = train(tmp_path / "plain", "cluster.device=cuda")
+    plain = train(tmp_path / "plain", JOB, "cluster.device=cuda")
     compiled = train(
         tmp_path / "compiled",
+        JOB,
         "cluster.device=cuda",
         "train.compile=true",
         "train.activation_checkpointing=full",
@@ -82,12 +60,10 @@ def test_compiled_and_recomputed(tmp_path: Path) -> None:
 
 
 def test_stopped_and_resumed_it_is_the_same_training(tmp_path: Path) -> None:
-    for name in ("whole", "resumed"):
-        (tmp_path / name).mkdir()
     constant = ("cluster.device=cuda", "optimizer.decay=constant")
-    whole = train(tmp_path / "whole", *constant)
-    train(tmp_path / "resumed", *constant, "train.steps=6")
-    resumed = train(tmp_path / "resumed", *constant)
+    whole = train(tmp_path / "whole", JOB, *constant)
+    train(tmp_path / "resumed", JOB, *constant, "train.steps=6")
+    resumed = train(tmp_path / "resumed", JOB, *constant)
     assert [m["step"] for m in resumed] == [m["step"] for m in whole]
     for ours, theirs in zip(resumed, whole, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3), ours["step"]
@@ -96,8 +72,7 @@ def test_stopped_and_resumed_it_is_the_same_training(tmp_path: Path) -> None:
 def test_deterministic_runs_have_the_same_bits(tmp_path: Path) -> None:
     found = []
     for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        metrics = train(tmp_path / name, "cluster.device=cuda", "train.deterministic=true")
+        metrics = train(tmp_path / name, JOB, "cluster.device=cuda", "train.deterministic=true")
         found.append([(m["step"], m["loss"], m["grad_norm"]) for m in metrics])
     assert len(found[0]) == 12
     assert found[0] == found[1]

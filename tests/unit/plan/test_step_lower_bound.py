@@ -3,23 +3,43 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
 import pytest
 
+from seatrial.job import Job
 from seatrial.job.loading import load_job
 from seatrial.job.settled import provisional
 from seatrial.plan.cost.accumulate import accumulate_options
 from seatrial.plan.cost.overlap import can_overlap
 from seatrial.plan.cost.predict import predict, stack_for
+from seatrial.plan.model.cluster import Cluster
 from seatrial.plan.model.place import hardware_of
+from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.search.legal import refusal
 from seatrial.plan.search.search import RECOMPUTES, legal, pair, search
 from seatrial.plan.search.step_lower_bound import StepLowerBound
 
 PLANS = Path(__file__).parents[2] / "fixtures" / "plans"
+
+
+def asked(name: str, *overrides: str) -> tuple[Job, Cluster]:
+    job = load_job(PLANS / f"{name}.toml", overrides)
+    cluster = hardware_of(job).cluster
+    assert cluster is not None
+    return provisional(job) if job.is_open else job, cluster
+
+
+def ways(job: Job, cluster: Cluster) -> Iterator[Recipe]:
+    """Every legal layout, with every recomputation, accumulation and tensor parallel."""
+    for layout in legal(job, cluster, Counter(), (1, 4), RECOMPUTES):
+        for recipe in accumulate_options(job, layout):
+            yield recipe
+            if can_overlap(recipe, stack_for(recipe)):
+                yield replace(recipe, async_tensor=True)
 
 
 @pytest.mark.parametrize(
@@ -34,21 +54,13 @@ PLANS = Path(__file__).parents[2] / "fixtures" / "plans"
     ],
 )
 def test_every_step_takes_longer_than_its_bound(name: str, overrides: tuple[str, ...]) -> None:
-    job = load_job(PLANS / f"{name}.toml", overrides)
-    job = provisional(job) if job.is_open else job
-    cluster = hardware_of(job).cluster
-    assert cluster is not None
+    job, cluster = asked(name, *overrides)
     lower_bound = StepLowerBound(job.architecture, cluster, "seatrial", None)
     shares: list[float] = []
-    for layout in legal(job, cluster, Counter(), (1, 4), RECOMPUTES):
-        for recipe in accumulate_options(job, layout):
-            ways = [recipe]
-            if can_overlap(recipe, stack_for(recipe)):
-                ways.append(replace(recipe, async_tensor=True))
-            for way in ways:
-                step_s = predict(job.architecture, way, cluster).step_s
-                assert lower_bound(way) <= lower_bound.closer(way) < step_s
-                shares.append(lower_bound.closer(way) / step_s)
+    for way in ways(job, cluster):
+        step_s = predict(job.architecture, way, cluster).step_s
+        assert lower_bound(way) <= lower_bound.closer(way) < step_s
+        shares.append(lower_bound.closer(way) / step_s)
     assert len(shares) > 100
     assert mean(shares) > 0.9
 
@@ -56,22 +68,14 @@ def test_every_step_takes_longer_than_its_bound(name: str, overrides: tuple[str,
 @pytest.mark.parametrize(("name", "gpu"), [("70b-64-h100", "H200 SXM"), ("8b-128k-64-h100", "H100 SXM")])
 def test_a_search_finds_the_fastest_of_all_recomputations(name: str, gpu: str) -> None:
     """Of which it predicts only those that may be the fastest."""
-    job = load_job(PLANS / f"{name}.toml", ("cluster.nodes=2", f"cluster.gpu={gpu}"))
-    job = provisional(job) if job.is_open else job
-    cluster = hardware_of(job).cluster
-    assert cluster is not None
+    job, cluster = asked(name, "cluster.nodes=2", f"cluster.gpu={gpu}")
     fastest: dict[tuple[int, int], float] = {}
     sure: dict[tuple[int, int], float] = {}
-    for layout in legal(job, cluster, Counter(), (1, 4), RECOMPUTES):
-        for recipe in accumulate_options(job, layout):
-            ways = [recipe]
-            if can_overlap(recipe, stack_for(recipe)):
-                ways.append(replace(recipe, async_tensor=True))
-            for way in ways:
-                found = predict(job.architecture, way, cluster)
-                if found.fits and refusal(job, cluster, way) is None:
-                    for kept in (fastest, sure) if found.verdict.sure else (fastest,):
-                        kept[pair(way)] = min(found.step_s, kept.get(pair(way), found.step_s))
+    for way in ways(job, cluster):
+        found = predict(job.architecture, way, cluster)
+        if found.fits and refusal(job, cluster, way) is None:
+            for kept in (fastest, sure) if found.verdict.sure else (fastest,):
+                kept[pair(way)] = min(found.step_s, kept.get(pair(way), found.step_s))
     result = search(job, cluster, own=False, microbatches=(1, 4))
     # Where whole gradients fit with margin it does not try sharded ones, which are faster by 0.01 % in some pipelines.
     for choices, expected in ((result.choices, fastest), (result.sure, sure)):

@@ -37,16 +37,15 @@ def gradients(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(6, 5, generator=generator), torch.randn(5, generator=generator)
 
 
+def torch_adamw(matrix: nn.Parameter, norm: nn.Parameter) -> torch.optim.AdamW:
+    groups = [{"params": [matrix]}, {"params": [norm], "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, foreach=False)
+
+
 def test_matches_torch_adamw_with_decay_on_matrices_only() -> None:
     ours, theirs = make(), make()
     sharded = ShardedAdamW([shard("w", ours[0]), shard("norm", ours[1])], SETTINGS)
-    peer = torch.optim.AdamW(
-        [{"params": [theirs[0]]}, {"params": [theirs[1]], "weight_decay": 0.0}],
-        lr=1e-2,
-        betas=(0.9, 0.95),
-        weight_decay=0.1,
-        foreach=False,
-    )
+    peer = torch_adamw(*theirs)
     for step in range(5):
         for p, q, g in zip(ours, theirs, gradients(step), strict=True):
             p.grad, q.grad = g.clone(), g.clone()
@@ -71,13 +70,7 @@ def test_bf16_moments_match_torch_adamw_with_rounded_moments(
     monkeypatch.setattr(optimizers, "_PART", part)
     ours, theirs = make(), make()
     sharded = Bf16AdamW([shard("w", ours[0]), shard("norm", ours[1])], BF16)
-    peer = torch.optim.AdamW(
-        [{"params": [theirs[0]]}, {"params": [theirs[1]], "weight_decay": 0.0}],
-        lr=1e-2,
-        betas=(0.9, 0.95),
-        weight_decay=0.1,
-        foreach=False,
-    )
+    peer = torch_adamw(*theirs)
     for step in range(8):
         for p, q, g in zip(ours, theirs, gradients(step), strict=True):
             p.grad, q.grad = g.clone(), g.clone()
