@@ -17,9 +17,7 @@ class Optimizer:
     """An optimizer whose state is sharded as the parameters are."""
 
     name: str
-    states: tuple[
-        str, ...
-    ]  # kept for every parameter, of its shape; a checkpoint stores them under these names
+    states: tuple[str, ...]  # per parameter, of its shape; their names in a checkpoint
     implementation: str  # "module:Class", a ShardedOptimizer of train/optimizer.py
     state_precision: Literal["fp32", "bf16"] = "fp32"
     unfused_bytes: int = 0  # that an update reads and writes per parameter, beyond those of a single kernel

@@ -323,7 +323,7 @@ class TrainSection(Section):
     microbatch: Count = Field(default=1, description="sequences a rank works on at once")
     precision: Literal["fp32", "bf16"] = Field(
         default="bf16",
-        description="of matrix products; weights stay fp32, and so does optimizer state, see optimizer.name",
+        description="of matrix products; weights stay fp32, and optimizer state has the precision that optimizer.name says",
     )
     activation_checkpointing: Literal["none", "selective", "full"] = Field(
         default="none",

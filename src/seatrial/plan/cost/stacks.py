@@ -49,7 +49,7 @@ class Stack:
 
 @cache
 def stacks() -> dict[str, Stack]:
-    """Every stack by name; an entry with `like` inherits the values that it does not set, of several the later one's last."""
+    """Every stack by name; an entry with `like` inherits the values that it does not set."""
     text = files("seatrial.plan.cost").joinpath("stacks.toml").read_text(encoding="utf-8")
     table = tomllib.loads(text)
     return {name: Stack(name=name, **_values(table, name)) for name in table}

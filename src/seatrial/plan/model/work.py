@@ -325,10 +325,9 @@ class _WorkBuilder:
         return 1.5 if again else 1.0
 
     def _context(self, attention: float) -> tuple[float, float]:
-        """Seconds of exchanging keys and values in the context group: exposed, beyond the overlap with attention; and all of
-        them, if they leave the NVLink domain.
+        """Seconds of exchanging keys and values in the context group: (exposed, all that leave the NVLink domain).
 
-        Ours overlaps nothing.
+        Exposed is what does not overlap with attention. Ours overlaps nothing.
         """
         r = self.recipe
         if r.context == 1:
