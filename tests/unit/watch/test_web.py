@@ -6,6 +6,7 @@ import asyncio
 import base64
 import hashlib
 import json
+import queue
 import random
 import re
 import shutil
@@ -13,6 +14,7 @@ import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,13 +28,13 @@ from seatrial.record.ledger import LedgerRecord, LedgerWriter
 from seatrial.record.metrics import MetricsRecord, MetricsWriter
 from seatrial.record.stages import STAGES, StageWriter
 from seatrial.record.telemetry_writer import TelemetryWriter
-from seatrial.watch.web import heat
+from seatrial.watch.web import heat, watched
 from seatrial.watch.web.access import COOKIE, Access, answers_to, make_token
 from seatrial.watch.web.app import Static, application
 from seatrial.watch.web.feed import Feed, encode
 from seatrial.watch.web.now import now
 from seatrial.watch.web.pages import PAGES
-from seatrial.watch.web.polled_run import PolledRunReader
+from seatrial.watch.web.polled_run import PolledRun, PolledRunReader
 from seatrial.watch.web.runs import Runs
 
 SCRIPT = "<script>alert(1)</script>"
@@ -370,3 +372,30 @@ def test_a_run_read_while_the_server_ends_is_not_an_error() -> None:
     feed = Feed(loop)
     loop.close()
     feed.publish({"step": 1})
+
+
+def test_a_new_event_is_read_at_once_after_a_slow_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine a read may take long: the wait that it asks for afterwards ends with a new event."""
+    folder, slow_s, polls = write_run(RunFolder(tmp_path / "run")), 0.0, queue.Queue[int]()
+
+    class SlowReader(PolledRunReader):
+        def poll(self) -> PolledRun:
+            nonlocal slow_s
+            slow_s += 3600.0
+            polled = super().poll()
+            polls.put(len(polled.view.events))
+            return polled
+
+    monkeypatch.setattr(watched, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + slow_s))
+    monkeypatch.setattr(watched, "PolledRunReader", SlowReader)
+    loop = asyncio.new_event_loop()
+    reads = watched.Watched("run", folder, loop)
+    reads.feed.readers = 1  # a browser that stays
+    reads.want()
+    before = polls.get(timeout=30)
+    events.append(folder, "rank_failed", "rank 1 was killed", severity="error", generation=1)
+    assert polls.get(timeout=30) > before
+    reads.end()
+    loop.close()

@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 POLL_S = 1.0  # between two polls
 _EVENT_S = 0.25  # between two checks for new events, which may be faults
-_SHARE = 4  # at most 1/4 of the time is spent reading
+_SHARE = 4  # at most 1/4 of the time is spent reading, unless there are new events
 _IDLE_S = 30.0  # without a request: reading pauses
 _FORGET_S = 900.0  # without a request: what was read is dropped, which can be hundreds of MB
 _PAGE_S, _PAGE_SHARE = 1.0, 20  # minimum interval of making a page, and maximum share of the time
@@ -127,13 +127,12 @@ class Watched:
                 self._reader = None
                 self._read.set()
             duration_s = time.monotonic() - started_at
-            self._ending.wait((_SHARE - 1) * duration_s)
-            self._rest(started_at + POLL_S, seen)
+            self._rest(started_at + max(POLL_S, _SHARE * duration_s), seen)
 
     def _rest(self, until: float, seen: int) -> None:
-        """Wait until `until`, or until events.jsonl is larger than `seen` bytes."""
-        while time.monotonic() < until and self._events_bytes() == seen and not self._ending.is_set():
-            self._ending.wait(_EVENT_S)
+        """Wait until `until`, or until events.jsonl is larger than `seen` bytes: a fault does not wait."""
+        while not self._ending.wait(_EVENT_S) and time.monotonic() < until and self._events_bytes() == seen:
+            pass
 
     def _events_bytes(self) -> int:
         try:
