@@ -280,6 +280,20 @@ def test_more_work_at_once_never_needs_less_memory(case: Case) -> None:
         assert again.step_s >= predicted(case).step_s
 
 
+@given(case=cases(), per_rank=st.sampled_from([1, 2, 4]))
+@EXAMPLES
+def test_resharding_under_a_pipeline_saves_nothing(case: Case, per_rank: int) -> None:
+    """A search leaves it out."""
+    schedule = "1f1b" if per_rank == 1 else "interleaved-1f1b"
+    layout = replace(case.recipe.layout, pipeline=2, stages_per_rank=per_rank, schedule=schedule)
+    cluster = replace(case.cluster, nodes=2 * case.cluster.nodes)
+    with_it, without = (replace(case.recipe, layout=layout, reshard=reshard) for reshard in (True, False))
+    stack = stacks()[case.stack]
+    assert memory(case.model, with_it, stack) == memory(case.model, without, stack)
+    slower = predicted(case, recipe=with_it, cluster=cluster).step_s
+    assert slower * SLACK >= predicted(case, recipe=without, cluster=cluster).step_s
+
+
 @given(case=cases())
 @EXAMPLES
 def test_a_deeper_model_takes_longer(case: Case) -> None:

@@ -89,13 +89,15 @@ def predict_again(recipe: Recipe) -> float:
 
 def test_zero_bubble_without_compilation() -> None:
     found = search(job("train.compile=false", "cluster.nodes=2"), replace(CLUSTER, nodes=2))
-    assert "parallel.reshard_after_forward" in found.refused
     assert found.own is not None  # shard takes the ranks that are left
     plain = job("train.compile=false")
     own = Recipe.of(plain)
     layout = replace(own.layout, schedule="zero-bubble", stages_per_rank=2)
     split = replace(own, layout=layout, async_tensor=False)
     assert refusal(plain, CLUSTER, split) is None
+    resharding = refusal(plain, CLUSTER, replace(split, reshard=True))
+    assert resharding is not None
+    assert "parallel.reshard_after_forward" in resharding.keys
     compiled = refusal(plain, CLUSTER, replace(split, compiled=True))
     assert compiled is not None
     assert "with compile = true gives wrong gradients" in compiled.message

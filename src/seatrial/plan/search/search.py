@@ -67,7 +67,8 @@ class Found:
 
     choices: tuple[Choice, ...]
     own: Choice | None  # the job's layout, if it has as many ranks as the cluster has GPUs
-    # Legal layouts without and with full recomputation, each counted once for all values of `async_tensor` and `accumulate`.
+    # Legal layouts without and with full recomputation, each counted once for all values of `async_tensor` and `accumulate`,
+    # and under a pipeline without `reshard_after_forward`, which saves nothing there.
     tried: int
     too_large: int  # of them, those that do not fit
     refused: dict[str, int]  # combinations that a rule refuses, by its key
@@ -296,8 +297,11 @@ def _variants(
     refused: Counter[str],
     recomputes: Sequence[tuple[Recompute, int]],
 ) -> Iterator[Recipe]:
-    """Each combination of recomputation and resharding that the rules allow."""
-    for reshard in (True, False):
+    """Each combination of recomputation and resharding that the rules allow.
+
+    Under torch's pipeline resharding saves no memory (`memory`) and gathers weights again (`gathers_a_step`).
+    """
+    for reshard in (True, False) if layout.pipeline == 1 else (False,):
         recipe = replace(base, layout=layout, microbatch=micro, reshard=reshard)
         finding = refusal(job, cluster, recipe)
         if finding is not None:
