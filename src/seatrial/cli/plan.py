@@ -62,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="seatrial",
         help="predict the speed of another software stack, such as nemo",
     )
+    where.add_argument("--fp8", action="store_true", help="predict that stack with FP8 matrix products")
     where.add_argument(
         "--nodes", type=int, nargs="+", metavar="N", help="sizes of the scaling lines (1, 2, 4, ...)"
     )
@@ -117,6 +118,8 @@ def run(args: argparse.Namespace) -> int:
     if job.is_open:
         with _searching(args):
             job = _settled(args, job, place, calibration)
+    if args.fp8:  # after the choice of a layout, which is for our trainer
+        job = _in_fp8(job)
     if args.fit:
         return _fit(args, job, place, calibration)
     if wishes.storage_gb_s is None and measured.storage_gb_s is not None:
@@ -189,6 +192,12 @@ def _read(args: argparse.Namespace) -> tuple[PlanOptions, Job]:
     return wishes, job
 
 
+def _in_fp8(job: Job) -> Job:
+    """`job` with a precision that its file cannot have: our trainer does not."""
+    train = job.train.model_copy(update={"precision": "fp8"})
+    return replace(job, file=job.file.model_copy(update={"train": train}))
+
+
 def _place(args: argparse.Namespace, job: Job, measured: Measured) -> Hardware:
     """The hardware: from the job, measurements, and --network if given."""
     from seatrial.plan.model.place import hardware_of
@@ -198,6 +207,7 @@ def _place(args: argparse.Namespace, job: Job, measured: Measured) -> Hardware:
 
 def _wishes(args: argparse.Namespace) -> PlanOptions:
     """Parse the options. Raises InputError with all problems."""
+    from seatrial.plan.cost.overlap import OURS
     from seatrial.plan.cost.stacks import stacks
     from seatrial.plan.model.place import known_network
     from seatrial.plan.report.answer import PlanOptions
@@ -209,6 +219,9 @@ def _wishes(args: argparse.Namespace) -> PlanOptions:
         problems.append(
             Diagnostic(f'unknown stack "{args.stack}"', hint=f"{hint}known: {', '.join(stacks())}")
         )
+    if args.fp8 and (args.stack in OURS or args.dry_run is not None or args.fit):
+        hint = "--stack nemo --fp8, without --fit and --dry-run"
+        problems.append(Diagnostic("--fp8 is for other stacks: this trainer has no FP8", hint=hint))
     if args.network is not None:
         try:
             known_network(args.network)

@@ -48,7 +48,7 @@ def test_exit_codes(capsys: Captured) -> None:
 
 def test_reports_all_problems_at_once(capsys: Captured) -> None:
     wrong = ["--network", "foo", "--target", "abc", "--price", "-1", "--storage-gb-s", "0", "--nodes", "0"]
-    more = ["--stack", "nemmo", "--dry-run", "99", "--html", "nowhere/plan.html"]
+    more = ["--stack", "nemmo", "--fp8", "--dry-run", "99", "--html", "nowhere/plan.html"]
     assert main(["plan", "missing.toml", *wrong, *more]) == 2
     err = capsys.readouterr().err
     for words in (
@@ -59,11 +59,29 @@ def test_reports_all_problems_at_once(capsys: Captured) -> None:
         "--nodes 0",
         'did you mean "nemo"?',
         "--dry-run 99",
+        "without --fit and --dry-run",
         "nowhere/plan.html: error: cannot be written",
         "missing.toml: error: no such file",
-        "9 problems",
+        "10 problems",
     ):
         assert words in err, words
+
+
+def test_fp8_of_another_stack(capsys: Captured) -> None:
+    """Faster by less than the factor 2 of its peak; refused for our trainer, unknown where a GPU has none."""
+    step_s = {}
+    for precision in ("bf16", "fp8"):
+        options = ["--json", "--own", "--stack", "nemo", *(["--fp8"] if precision == "fp8" else [])]
+        assert main(["plan", SMALL, *options]) in (0, 1)
+        plan = json.loads(capsys.readouterr().out)
+        step_s[precision] = plan["own"]["prediction"]["step_s"]
+    assert step_s["bf16"] / 2 < step_s["fp8"] < step_s["bf16"] / 1.1
+    assert main(["plan", SMALL, "--fp8"]) == 2
+    assert "this trainer has no FP8" in capsys.readouterr().err
+    assert main(
+        ["plan", SMALL, "--own", "--stack", "nemo", "--fp8", "--set", "cluster.gpu=A100-80GB SXM"]
+    ) in (0, 1)
+    assert "no peak is known for fp8 on A100" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
