@@ -17,7 +17,7 @@ from seatrial.hardware import accelerator
 from seatrial.hardware.catalogue import find_gpu, peak_flops
 from seatrial.hardware.mfu import mfu
 from seatrial.job import Job
-from seatrial.model.decoder import MLP, Attention
+from seatrial.model.decoder import MLP, Attention, SparseMLP
 from seatrial.parallel.build import ParallelModel
 from seatrial.parallel.overlap_grad import RowParallelLinear
 from seatrial.record.metrics import MetricsRecord
@@ -95,9 +95,10 @@ class OwnWorkTimer:
         """
         for stage in model.stages:
             for block in [] if model.settings.compile else stage.blocks[:1]:
+                mlp = block.mlp
                 for first, last in (
                     (block.self_attn, block.self_attn.o_proj),
-                    (block.mlp, block.mlp.down_proj),
+                    (mlp.experts, mlp.experts) if isinstance(mlp, SparseMLP) else (mlp, mlp.down_proj),
                 ):
                     if isinstance(last, RowParallelLinear):
                         self._span_between(first, last)
