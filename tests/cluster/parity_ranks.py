@@ -72,6 +72,16 @@ ARCH = Architecture(
 )
 
 
+EXPERTS: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    # Large, so that a balance loss of the wrong size shows in every gradient.
+    "router_aux_loss_coef": 0.1,
+}
+
+
 class NoisyWeights(RandomWeights):
     """Random weights with norms that are not 1 and biases that are not 0, so that a lost gradient of one shows."""
 
@@ -124,6 +134,8 @@ def arch_of(case: dict[str, Any]) -> Architecture:
     arch = replace(ARCH, tie_word_embeddings=case["tied"])
     if case.get("family") == "qwen3":
         arch = replace(arch, family="qwen3", qkv_bias=False, qk_norm=True)
+    if case.get("family") == "qwen3_moe":
+        arch = replace(arch, family="qwen3_moe", qkv_bias=False, qk_norm=True, **EXPERTS)
     return arch
 
 

@@ -131,7 +131,7 @@ def _products(model: Architecture, recipe: Recipe, rank: int) -> float:
     one = 6.0 * model.layer_matrix_parameters()
     again = 0.0
     if recipe.recompute == "full":
-        again = 2.0 * (model.layer_matrix_parameters() - model.intermediate_size * model.hidden_size)
+        again = 2.0 * (model.layer_matrix_parameters() - model.ffn_width * model.hidden_size)
         again *= recipe.recomputed_of(recipe.layout.rank_layers(rank, model.num_hidden_layers))
     head = 6.0 * model.embedding_parameters() if rank == recipe.layout.pipeline - 1 else 0.0
     return tokens * (layers * one + again + head)
