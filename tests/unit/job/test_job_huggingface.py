@@ -138,7 +138,7 @@ def test_missing_keys_mean_what_transformers_means() -> None:
         ),
         (QWEN_25, {"layer_types": ["linear_attention"]}, "layer_types linear_attention"),
         (QWEN_25, {"hidden_act": "gelu"}, 'hidden_act "gelu" is not supported'),
-        (QWEN_25, {"num_experts": 8}, "mixtures of experts are not supported"),
+        (QWEN_25, {"num_experts": 8}, "models of this family have no experts"),
         (QWEN_25, {"quantization_config": {"bits": 4}}, "the weights are quantised"),
         (QWEN_25, {"attention_dropout": 0.1}, "attention_dropout = 0.1 is not supported"),
         (QWEN_25, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, 'rope_type "yarn" is not supported'),

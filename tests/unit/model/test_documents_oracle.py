@@ -112,4 +112,6 @@ def test_bf16_stays_close(arch: Architecture) -> None:
         rounded = load_whole(arch, DictWeights(tensors), dtype=torch.bfloat16)(
             ids, document_BT=DOCUMENTS
         ).float()
-    assert ((rounded - exact).norm() / exact.norm()).item() <= 0.04
+    # Rounding sends some positions to other experts.
+    most = 0.15 if arch.num_experts else 0.04
+    assert ((rounded - exact).norm() / exact.norm()).item() <= most
