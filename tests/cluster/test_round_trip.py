@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from parity_ranks import EXPERTS
 
 from conftest import run_cases
-from parity_ranks import EXPERTS
 from seatrial.checkpoint.manifest import complete
 from seatrial.checkpoint.read import CheckpointWeights
 from seatrial.checkpoint.verified import verify

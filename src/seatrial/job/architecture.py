@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-
 # The fields of a mixture of experts.
 MIXTURE = (
     "num_experts",

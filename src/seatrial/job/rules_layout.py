@@ -39,9 +39,7 @@ def _tensor_model(facts: Facts) -> Iterator[RuleViolation]:
                 keys, f"{name} {size} is not divisible by tensor {tensor}: a head cannot be split", hint
             )
     if intermediate % tensor:
-        yield RuleViolation(
-            keys, f"{width} {intermediate} is not divisible by tensor {tensor}", hint
-        )
+        yield RuleViolation(keys, f"{width} {intermediate} is not divisible by tensor {tensor}", hint)
 
 
 def _tensor_vocabulary(facts: Facts) -> Iterator[RuleViolation]:

@@ -223,12 +223,12 @@ class _ToSlots(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_RD: Tensor, order_S: Tensor, slot_Rk: Tensor) -> Tensor:
-        ctx.save_for_backward(order_S, slot_Rk)
+        ctx.save_for_backward(slot_Rk)
         return x_RD[order_S // slot_Rk.shape[1]]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        order_S, slot_Rk = ctx.saved_tensors
+        (slot_Rk,) = ctx.saved_tensors
         return grads[0][slot_Rk].sum(1), None, None
 
 

@@ -119,7 +119,9 @@ def work(
     Raises UnknownNetworkError, UnknownSpeedError.
     """
     if model.num_experts:
-        raise UnknownSpeedError("the speed of a mixture of experts is not modelled: its grouped products were not measured")
+        raise UnknownSpeedError(
+            "the speed of a mixture of experts is not modelled: its grouped products were not measured"
+        )
     kernels = Kernels(fabric.cluster.gpu, recipe.precision, stack.attention)
     return _WorkBuilder(model, recipe, fabric, stack, kernels, pace, factors).build()
 
