@@ -277,23 +277,23 @@ def _expert(facts: Facts) -> Iterator[RuleViolation]:
         )
 
 
-_EXPERT_UNIT = 8  # values in 16 bytes of bf16, to which a grouped matrix product wants rows aligned
+EXPERT_UNIT = 8  # values in 16 bytes of bf16, to which a grouped matrix product wants rows aligned
 
 
 def _experts_width(facts: Facts) -> Iterator[RuleViolation]:
     a, tensor = facts.architecture, _parallel(facts).tensor
     if not a.num_experts:
         return
-    unit = _EXPERT_UNIT * tensor
+    unit = EXPERT_UNIT * tensor
     for name, size, whole in (
-        ("hidden_size", a.hidden_size, _EXPERT_UNIT),
+        ("hidden_size", a.hidden_size, EXPERT_UNIT),
         ("moe_intermediate_size", a.moe_intermediate_size, unit),
     ):
         if size % whole:
-            more = f" x tensor {tensor}" if whole > _EXPERT_UNIT else ""
+            more = f" x tensor {tensor}" if whole > EXPERT_UNIT else ""
             yield RuleViolation(
                 (f"model.{name}", "parallel.tensor", "model"),
-                f"{name} {size} is not divisible by {_EXPERT_UNIT}{more}: the grouped matrix products of experts need rows of "
+                f"{name} {size} is not divisible by {EXPERT_UNIT}{more}: the grouped matrix products of experts need rows of "
                 "whole 16 bytes",
                 f"use {name} = {either(near_multiples(size, whole))}",
             )
