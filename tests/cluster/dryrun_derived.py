@@ -47,6 +47,8 @@ def derived(job: Job, rank: int, device: str) -> Derived:
     if n > 1:
         hidden = B * T * D * width
         gathers, scatters = 6 * layers, 4 * layers  # two gathers are repeated for the weights' gradients
+        if arch.num_experts:  # what is gathered for them is kept, or recomputed
+            gathers += redone * (train.activation_checkpointing == "selective") - layers
         if train.activation_checkpointing == "full":
             gathers += 2 * redone
             scatters += redone  # the last scatter of a layer gives nothing that the backward pass wants
@@ -93,7 +95,9 @@ def derived(job: Job, rank: int, device: str) -> Derived:
     mine = S if sharded else 1
     if n > 1:
         norms = 2 * layers * [D] + [D] * last + (2 * layers * [arch.head_dim] if arch.qk_norm else [])
-        add("all-reduce", "tensor", 1, 4 * sum(_chunk(size, mine, at.shard) for size in norms), "float32")
+        routers = layers * _chunk(arch.num_experts, mine, at.shard) * D
+        of_norms = sum(_chunk(size, mine, at.shard) for size in norms)
+        add("all-reduce", "tensor", 1, 4 * (of_norms + routers), "float32")
     if arch.tie_word_embeddings and P > 1 and (first or last):
         rows = _chunk(arch.vocab_size // n, mine, at.shard)
         add("all-reduce", "pipeline" if P == 2 else "ends", 1, rows * D * 4, "float32")
@@ -103,10 +107,13 @@ def derived(job: Job, rank: int, device: str) -> Derived:
     ahead, back = len(stages) - last, len(stages) - first
     add("send", "pipeline", M * (ahead + back), message)
     add("receive", "pipeline", M * (ahead + back), message)
+    if arch.num_experts:  # beside them the experts' counts and probabilities, and their gradients
+        add("send", "pipeline", M * (ahead + back), 2 * arch.num_experts * 4, "float32")
+        add("receive", "pipeline", M * (ahead + back), 2 * arch.num_experts * 4, "float32")
 
     # The one vector of a step.
     world = layout.world_size
-    vector = 8 * (9 + 5 * world)
+    vector = 8 * (10 + 5 * world)
     if device == "cuda":
         add("all-reduce", "world", int(world > 1), vector, "float64")
     else:
@@ -128,8 +135,11 @@ def _layer(job: Job) -> Group:
     a, n = job.architecture, job.layout.tensor
     D, H, width = a.hidden_size, a.head_dim, a.intermediate_size
     q, kv = a.num_attention_heads * H, a.num_key_value_heads * H
-    group = [(q // n, D), (kv // n, D), (kv // n, D), (D, q // n), (width // n, D), (width // n, D)]
-    group += [(D, width // n), (D, 1), (D, 1)]
+    group = [(q // n, D), (kv // n, D), (kv // n, D), (D, q // n), (D, 1), (D, 1)]
+    if a.num_experts:
+        group += [(a.num_experts, D), *3 * [(a.num_experts, a.moe_intermediate_size // n * D)]]
+    else:
+        group += [(width // n, D), (width // n, D), (D, width // n)]
     if a.qkv_bias:
         group += [(q // n, 1), (kv // n, 1), (kv // n, 1)]
     return group + ([(H, 1), (H, 1)] if a.qk_norm else [])

@@ -39,6 +39,7 @@ from seatrial.model.hf import HuggingFaceWeights
 from seatrial.model.initialise import RandomWeights
 from seatrial.parallel import collectives, context, overlap, overlap_grad
 from seatrial.parallel.build import ParallelModel, Settings
+from seatrial.parallel.loss import LoadBalancing
 from seatrial.parallel.mesh import Mesh, build_mesh
 from seatrial.train.optimizer import build_optimizer
 from seatrial.train.step import train_step
@@ -70,6 +71,16 @@ ARCH = Architecture(
     # Large enough that logits differ: with tiny weights every layout gives the same loss, right or wrong.
     initializer_range=0.1,
 )
+
+
+EXPERTS: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    # Large, so that a balance loss of the wrong size shows in every gradient.
+    "router_aux_loss_coef": 0.1,
+}
 
 
 class NoisyWeights(RandomWeights):
@@ -124,6 +135,8 @@ def arch_of(case: dict[str, Any]) -> Architecture:
     arch = replace(ARCH, tie_word_embeddings=case["tied"])
     if case.get("family") == "qwen3":
         arch = replace(arch, family="qwen3", qkv_bias=False, qk_norm=True)
+    if case.get("family") == "qwen3_moe":
+        arch = replace(arch, family="qwen3_moe", qkv_bias=False, qk_norm=True, **EXPERTS)
     return arch
 
 
@@ -143,6 +156,10 @@ def sabotage(model: ParallelModel, what: str | None) -> None:
                 return whole(ids_BT, target_BT, document_BT.roll(MICROBATCH, 0))
 
             pipeline.forward_backward = shifted  # type: ignore[method-assign, assignment]
+    elif what == "balance loss counted by every tensor rank":
+        balance = model.stages[-1].balance
+        assert isinstance(balance, LoadBalancing)
+        balance._factor *= model.mesh.layout.tensor
     elif what == "positions left in the order of parts":
         overlap.Cut.in_order = lambda cut, x: x.reshape(cut.sequences, -1, x.shape[-1])  # type: ignore[method-assign]
     elif what == "a rank that ends before its second part":
@@ -195,7 +212,7 @@ def train(case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
         update(lr, scale)
 
     optimizer.update = keep_gradients  # type: ignore[method-assign]
-    history = []
+    history, balance = [], []
     order: list[str] = []
     share = SEQUENCES // mesh.layout.data_parallel
     for step in range(case.get("steps", STEPS)):
@@ -212,8 +229,9 @@ def train(case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
                 lr=settings.lr,
                 clip_norm=CLIP,
             )
-        loss, norm, _ = result.read()
-        history.append((loss, norm))
+        values = result.values()
+        history.append((values.loss, values.grad_norm))
+        balance.append(values.balance_loss)
     weights = [(s.name, s.box, s.local.clone()) for s in model.shards]
     logits = []
     if case.get("evaluate"):
@@ -223,6 +241,7 @@ def train(case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     return {
         "logits": logits,
         "history": history,
+        "balance": balance,
         "gradients": _plain(gradients),
         "weights": _plain(weights),
         "order": "".join(order),

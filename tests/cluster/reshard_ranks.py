@@ -31,7 +31,7 @@ from seatrial.train.step import train_step
 
 def arch_of(case: dict[str, Any]) -> Architecture:
     """Heads enough for four ranks of tensor parallel."""
-    return replace(parity_ranks.ARCH, num_key_value_heads=4, tie_word_embeddings=case["tied"])
+    return replace(parity_ranks.arch_of(case), num_key_value_heads=4)
 
 
 def build(case: dict[str, Any], mesh: Mesh) -> tuple[ParallelModel, ShardedAdamW]:

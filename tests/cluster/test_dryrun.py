@@ -107,6 +107,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "recompute_every_layers": 2,
     },
     "cp2-pp2": {"layout": {"pipeline": 2, "shard": 2, "context": 2}, "precision": "fp32"},
+    "one-experts": {"layout": {}, "precision": "bf16", "family": "qwen3_moe", **LITTLE},
+    "tp2-pp2-fsdp2-experts": {
+        "layout": FULL,
+        "precision": "bf16",
+        "family": "qwen3_moe",
+        "activation_checkpointing": "selective",
+    },
     "pp2-documents": {"layout": {"pipeline": 2}, "precision": "fp32", "documents": True, "layers": 2},
     "tp2-pp2-documents": {
         "layout": {"tensor": 2, "pipeline": 2},

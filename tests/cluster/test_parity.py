@@ -86,6 +86,22 @@ RECOMPUTED: dict[str, dict[str, Any]] = {
 }
 
 
+# Every layer's experts, and the balance loss, which couples the layers of all stages. As many experts as microbatches have in
+# one process: the balance loss is of each microbatch.
+WITH_EXPERTS: dict[str, dict[str, Any]] = {
+    "one": {"layout": {}},
+    "fsdp2-sharded": {"layout": LAYOUTS["fsdp2"], "accumulate": "sharded"},
+    "tp2-pp2-fsdp2-selective": {"layout": LAYOUTS["tp2-pp2-fsdp2"], **SELECTIVE},
+    **{n: {"layout": LAYOUTS[n]} for n in ("tp2", "replicate2-fsdp2", "pp2-interleaved", "pp2-zero-bubble")},
+    "pp2-zero-bubble-fsdp2": {
+        "layout": {**LAYOUTS["pp2-zero-bubble"], "shard": 2},
+        "reshard_after_forward": False,
+    },
+    "one-full": {"layout": {}, "activation_checkpointing": "full"},
+    "tp2-async": {"layout": LAYOUTS["tp2"], "async_tensor": True},
+}
+
+
 def _cases() -> list[dict[str, Any]]:
     cases: list[dict[str, Any]] = []
     for tied in (False, True):
@@ -144,6 +160,18 @@ def _cases() -> list[dict[str, Any]]:
             "tied": False,
             "compile": True,
             "accumulate": "sharded",
+        },
+        *(
+            {"name": f"{n}-experts", "tied": False, "family": "qwen3_moe", **case}
+            for n, case in WITH_EXPERTS.items()
+        ),
+        {
+            "name": "sabotage-balance",
+            "layout": {"tensor": 2},
+            "tied": False,
+            "family": "qwen3_moe",
+            "steps": 1,
+            "sabotage": "balance loss counted by every tensor rank",
         },
         {
             "name": "sabotage-norms",
@@ -285,6 +313,7 @@ FP32 += ["tp2-qwen3", "tp2-pp2-fsdp2-qwen3", "one-recompute", "tp2-pp2-fsdp2-rec
 FP32 += [f"{n}-recompute" for n in RECOMPUTED]
 FP32 += [f"{n}-momentum" for n in WITH_MOMENTUM if n != "one"]
 FP32 += [*(f"{n}-sharded-untied" for n in SHARDED), "tp2-fsdp2-sharded-compiled"]
+FP32 += [f"{n}-experts" for n in WITH_EXPERTS if n != "one"]
 FP32 += [f"{n}-documents" for n in [*WITH_DOCUMENTS, "pp2-zero-bubble-fsdp2", "recompute", "compiled"]]
 
 
@@ -302,6 +331,7 @@ _LONG = {
     *(f"{n}-sharded-untied" for n in SHARDED if n not in ("fsdp2", "pp2-replicate2-fsdp2")),
     *("tp2-fsdp2-compiled", "tp2-fsdp2-sharded-compiled", "tp2-fsdp2-selective-compiled-recompute"),
     "pp2-fsdp2-selective-every2-recompute",
+    *(f"{n}-experts" for n in WITH_EXPERTS if n not in ("one", "fsdp2-sharded", "tp2-pp2-fsdp2-selective")),
     *(f"{n}-documents" for n in ("tp2", "pp2", "fsdp2", "pp2-gpipe", "pp4", "pp2-zero-bubble")),
 }
 
@@ -332,6 +362,23 @@ def test_a_layout_trains_as_one_process(name: str, runs: dict[str, Ran]) -> None
     if name.endswith("momentum"):
         weight, whose = _worst(runs[name], "weights", _reference(runs, _peer(name), "weights"))
         assert weight <= GRADIENT_OF_LARGEST, whose
+
+
+@_each([f"{n}-experts" for n in ("fsdp2-sharded", "tp2-pp2-fsdp2-selective", "pp2-zero-bubble")])
+def test_the_balance_loss_is_that_of_one_process(name: str, runs: dict[str, Ran]) -> None:
+    expected = runs["one-experts"].ranks[0]["balance"]
+    # Two experts of eight; with all alike it would be 2.
+    assert all(value > 2.01 for value in expected)
+    for rank in runs[name].ranks:
+        assert rank["balance"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_balance_loss_that_counts_twice_is_seen(runs: dict[str, Ran]) -> None:
+    ran, peer = runs["sabotage-balance"], runs["one-experts"]
+    assert abs(ran.ranks[0]["history"][0][0] - peer.ranks[0]["history"][0][0]) < LOSS_ABSOLUTE
+    gradient, whose = _worst(ran, "gradients", _reference(runs, "one-experts", "gradients"))
+    assert gradient > 0.01
+    assert "mlp.gate" in whose
 
 
 @_each(["fsdp2-moments", "tp2-pp2-fsdp2-moments"])

@@ -68,6 +68,21 @@ LAYOUTS = {
         "train.global_batch=32",
         "train.activation_checkpointing=none",
     ),
+    "experts": (
+        "model.preset=qwen3-30b-a3b",
+        "model.num_hidden_layers=4",
+        "train.global_batch=16",
+        "train.activation_checkpointing=selective",
+    ),
+    "experts, tensor, pipeline": (
+        "model.preset=qwen3-30b-a3b",
+        "model.num_hidden_layers=4",
+        "parallel.tensor=2",
+        "parallel.pipeline=2",
+        "train.global_batch=16",
+        "train.activation_checkpointing=none",
+        "train.accumulate=sharded",
+    ),
 }
 
 
@@ -78,6 +93,7 @@ _LONG = (
     "interleaved",
     "sharded gradients",
     "zero-bubble",
+    "experts, tensor, pipeline",
 )
 
 

@@ -41,9 +41,9 @@ KINDS = ("model", *ADAMW.states)
 CONTINUED = "pp2-interleaved"
 
 
-def cases(folder: Path, tied: bool, continued: Collection[str]) -> list[dict[str, Any]]:
+def cases(folder: Path, model: dict[str, Any], continued: Collection[str]) -> list[dict[str, Any]]:
     def case(name: str, layout: dict[str, Any], load: Any, train: int, save: Any) -> dict[str, Any]:
-        return {"name": name, "layout": layout, "tied": tied, "load": load, "train": train, "save": save}
+        return {"name": name, "layout": layout, **model, "load": load, "train": train, "save": save}
 
     first = [str(folder / "first"), STEP]
     # What the same ranks make of it without a checkpoint between is what comes of it after any detour.
@@ -61,9 +61,9 @@ def cases(folder: Path, tied: bool, continued: Collection[str]) -> list[dict[str
 class Moved:
     """What the ranks of all cases held."""
 
-    def __init__(self, folder: Path, tied: bool, continued: Collection[str]) -> None:
-        self.folder, self.arch = folder, arch_of({"tied": tied})
-        done = run_cases(cases(folder, tied, continued), folder, timeout_s=400, script="reshard_ranks.py")
+    def __init__(self, folder: Path, model: dict[str, Any], continued: Collection[str]) -> None:
+        self.folder, self.arch = folder, arch_of(model)
+        done = run_cases(cases(folder, model, continued), folder, timeout_s=400, script="reshard_ranks.py")
         assert done.returncode == 0, done.stderr[-4000:]
 
     def ranks(self, name: str) -> list[dict[str, Any]]:
@@ -104,7 +104,11 @@ class Moved:
 # A head of its own is one more parameter, which test_parity and test_round_trip have too; a tied one is held by two stages.
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(False, marks=pytest.mark.long, id="untied"), pytest.param(True, id="tied")],
+    params=[
+        pytest.param({"tied": False}, marks=pytest.mark.long, id="untied"),
+        pytest.param({"tied": True}, id="tied"),
+        pytest.param({"tied": False, "family": "qwen3_moe"}, marks=pytest.mark.long, id="experts"),
+    ],
 )
 def moved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Moved:
     continued = {

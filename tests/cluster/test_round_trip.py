@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from parity_ranks import EXPERTS
 
 from conftest import run_cases
 from seatrial.checkpoint.manifest import complete
@@ -18,18 +19,25 @@ pytestmark = pytest.mark.cluster
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tied"),
+    ("dtype", "tied", "family"),
     [
-        pytest.param("float32", False, marks=pytest.mark.long, id="float32-untied"),
-        pytest.param("float32", True, id="float32-tied"),
-        pytest.param("bfloat16", False, id="bfloat16-untied"),
-        pytest.param("bfloat16", True, marks=pytest.mark.long, id="bfloat16-tied"),
+        pytest.param("float32", False, "qwen2", marks=pytest.mark.long, id="float32-untied"),
+        pytest.param("float32", True, "qwen2", id="float32-tied"),
+        pytest.param("bfloat16", False, "qwen2", id="bfloat16-untied"),
+        pytest.param("bfloat16", True, "qwen2", marks=pytest.mark.long, id="bfloat16-tied"),
+        pytest.param("bfloat16", False, "qwen3_moe", id="bfloat16-experts"),
     ],
 )
-def test_every_byte_comes_back(tied: bool, dtype: str, tmp_path: Path) -> None:
+def test_every_byte_comes_back(tied: bool, dtype: str, family: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(1)
-    config = transformers.Qwen2Config(
+    config_class, model_class = transformers.Qwen2Config, transformers.Qwen2ForCausalLM
+    mixture = {}
+    if family == "qwen3_moe":
+        config_class, model_class = transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM
+        mixture = {"head_dim": 16, **EXPERTS}
+    config = config_class(
+        **mixture,
         vocab_size=264,
         hidden_size=64,
         intermediate_size=128,
@@ -41,7 +49,7 @@ def test_every_byte_comes_back(tied: bool, dtype: str, tmp_path: Path) -> None:
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         tie_word_embeddings=tied,
     )
-    model = transformers.Qwen2ForCausalLM(config).to(getattr(torch, dtype))
+    model = model_class(config).to(getattr(torch, dtype))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_()
@@ -54,6 +62,7 @@ def test_every_byte_comes_back(tied: bool, dtype: str, tmp_path: Path) -> None:
         "name": "convert",
         "layout": {"tensor": 2, "pipeline": 2},
         "tied": tied,
+        "family": family,
         "from": str(theirs),
         "to": str(tmp_path / "checkpoints"),
     }

@@ -185,9 +185,12 @@ def _read(args: argparse.Namespace) -> tuple[PlanOptions, Job]:
         problems += error.diagnostics
     try:
         job = load_job(args.job, args.set)
+        if job.architecture.num_experts and args.stack != "seatrial":
+            hint = "leave out --stack: of experts, memory and traffic of Seatrial's own stack are known"
+            problems.append(Diagnostic(f"experts of the stack {args.stack} are not modelled", hint=hint))
     except InputError as error:
         problems += error.diagnostics
-    if job is None or wishes is None:
+    if job is None or wishes is None or problems:
         raise InputError(problems)
     return wishes, job
 

@@ -7,6 +7,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+# The fields of a mixture of experts.
+MIXTURE = (
+    "num_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "norm_topk_prob",
+    "router_aux_loss_coef",
+)
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -42,6 +51,12 @@ class Architecture:
     qk_norm: bool  # RMSNorm over head_dim of each query and key head
     rope_scaling: RopeScaling | None = None
     initializer_range: float = 0.02
+    # With experts, every layer has a mixture of them in place of one MLP, and nothing is `intermediate_size` wide.
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False  # the weights of a token's experts are scaled to add up to 1
+    router_aux_loss_coef: float = 0.0
 
     # A model of another stack has other values of these four (`plan/model/other_model.py`). They are no fields: no job
     # can choose them, and recorded architectures do not have them.
@@ -62,6 +77,21 @@ class Architecture:
         return 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
 
     @property
+    def layer_replicated(self) -> int:
+        """Parameters of one layer that tensor parallel does not split: norms and the router."""
+        return self.layer_norms + self.router_parameters
+
+    @property
+    def router_parameters(self) -> int:
+        """Parameters of one layer's router."""
+        return self.hidden_size * self.num_experts
+
+    @property
+    def expert_parameters(self) -> int:
+        """Parameters of one expert."""
+        return 3 * self.hidden_size * self.moe_intermediate_size
+
+    @property
     def layer_vectors(self) -> int:
         """Parameters of one layer outside matrix products: norms and biases."""
         return self.layer_norms + (self.query_width + 2 * self.kv_width if self.qkv_bias else 0)
@@ -78,20 +108,33 @@ class Architecture:
     @property
     def ffn_in(self) -> int:
         """Columns of the products into the MLP."""
-        return (2 if self.gated else 1) * self.intermediate_size
+        return (2 if self.gated else 1) * self.ffn_width
+
+    @property
+    def ffn_width(self) -> int:
+        """Width of the MLP that a token passes through: with experts, of all that it is sent to together."""
+        return (
+            self.num_experts_per_tok * self.moe_intermediate_size
+            if self.num_experts
+            else self.intermediate_size
+        )
 
     def matrices(self) -> tuple[tuple[int, int], ...]:
-        """(input width, output width) of a layer's matrix products: qkv, attention output, into and out of the MLP."""
+        """(input width, output width) of a token's matrix products in a layer.
+
+        qkv, attention output, into and out of the MLP; with experts, into and out of those it is sent to, and the router.
+        """
         h = self.hidden_size
-        return (
+        products = (
             (h, self.query_width + 2 * self.kv_width),
             (self.query_width, h),
             (h, self.ffn_in),
-            (self.intermediate_size, h),
+            (self.ffn_width, h),
         )
+        return (*products, (h, self.num_experts)) if self.num_experts else products
 
     def layer_matrix_parameters(self) -> int:
-        """Parameters of one layer in matrix products."""
+        """Parameters of one layer in a token's matrix products."""
         return self._layer_matrix_parameters
 
     def layer_parameters(self) -> int:
@@ -106,7 +149,12 @@ class Architecture:
 
     @cached_property
     def _layer_parameters(self) -> int:
-        return self._layer_matrix_parameters + self.layer_vectors
+        return self._layer_matrix_parameters + self._layer_idle_parameters + self.layer_vectors
+
+    @property
+    def _layer_idle_parameters(self) -> int:
+        """Parameters of the experts of one layer that a token is not sent to."""
+        return (self.num_experts - self.num_experts_per_tok) * self.expert_parameters
 
     def embedding_parameters(self) -> int:
         """Parameters of the embedding; those of the head are as many."""
@@ -118,8 +166,12 @@ class Architecture:
         ends += self.hidden_size * (1 + self.learned_positions)
         return ends + self.num_hidden_layers * self.layer_parameters()
 
+    def active_parameters(self) -> int:
+        """All parameters that one token uses: without the experts that it is not sent to."""
+        return self.parameters() - self.num_hidden_layers * self._layer_idle_parameters
+
     def matmul_parameters(self) -> int:
-        """Parameters in matrix products: the input embedding excluded, the output head included."""
+        """Parameters in a token's matrix products: the input embedding excluded, the output head included."""
         return self.num_hidden_layers * self.layer_matrix_parameters() + self.embedding_parameters()
 
     def attention_flops(self, sequence_length: int, *, causal: bool = True) -> float:
@@ -138,8 +190,12 @@ class Architecture:
         return 6.0 * self.matmul_parameters() + 3 * self.num_hidden_layers * attention
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for plan.json and manifests; `from_dict` reads them back."""
-        return dataclasses.asdict(self)
+        """Plain values, for plan.json and manifests; `from_dict` reads them back.
+
+        Without experts nothing is said of them: records made before these fields existed stay equal.
+        """
+        values = dataclasses.asdict(self)
+        return values if self.num_experts else {k: v for k, v in values.items() if k not in MIXTURE}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Architecture:

@@ -23,6 +23,7 @@ class ModelFamily:
     causal_lm: str  # "Qwen2ForCausalLM", in `architectures` of config.json
     qkv_bias: bool = False  # q, k and v projections have a bias
     qk_norm: bool = False  # RMSNorm over head_dim of each query and key head
+    experts: bool = False  # each layer has a mixture of experts in place of one MLP
     # Defaults of keys in [model], for a model by explicit sizes.
     rope_theta: float = 1e6
     rms_norm_eps: float = 1e-6
@@ -72,6 +73,24 @@ FAMILIES = Registry(
             qk_norm=True,
             config={"attention_bias": False, "use_sliding_window": False, "sliding_window": None},
             config_defaults={"head_dim": 128},
+        ),
+        "qwen3_moe": ModelFamily(
+            "Qwen3MoeForCausalLM",
+            qk_norm=True,
+            experts=True,
+            config={
+                "attention_bias": False,
+                "use_sliding_window": False,
+                "sliding_window": None,
+                "decoder_sparse_step": 1,
+                "mlp_only_layers": [],
+            },
+            config_defaults={
+                "num_experts": 128,
+                "num_experts_per_tok": 8,
+                "moe_intermediate_size": 768,
+                "router_aux_loss_coef": 0.001,
+            },
         ),
     },
     of=ModelFamily,

@@ -11,7 +11,7 @@ from typing import Any
 
 from seatrial.base.errors import Diagnostic, InputError
 from seatrial.base.files import parse_json, read_text
-from seatrial.job.architecture import Architecture, RopeScaling
+from seatrial.job.architecture import MIXTURE, Architecture, RopeScaling
 from seatrial.job.families import FAMILIES, ModelFamily, family_named
 
 _SIZES = (
@@ -62,13 +62,15 @@ def architecture_from_config(config: dict[str, Any], *, file: str = "config.json
             Diagnostic(
                 f'model_type "{kind}" is not supported' if kind else "config.json has no model_type",
                 file,
-                hint=f"supported are {', '.join(FAMILIES.names())}: dense decoders; no mixture of experts, no image input",
+                hint=f"supported are {', '.join(FAMILIES.names())}: text decoders; no image input",
             )
         )
     try:
         family = family_named(kind)
     except InputError as error:  # its package is broken
         raise InputError([replace(d, file=file) for d in error.diagnostics]) from error
+    if "num_local_experts" in config:  # as transformers 5 writes it
+        config = {"num_experts": config["num_local_experts"], **config}
     config = {**family.config_defaults, **config}
     config |= {key: config[theirs] for key, theirs in family.config_names.items() if theirs in config}
     refusals = _malformed(config)
@@ -76,7 +78,7 @@ def architecture_from_config(config: dict[str, Any], *, file: str = "config.json
         missing = [key for key in _SIZES if config.get(key) is None]
         if not family.kv_heads_optional and config.get("num_key_value_heads") is None:
             missing.append("num_key_value_heads")
-        refusals = _refusals(config, family)
+        refusals = [*_refusals(config, family), *(_expert_refusals(config) if family.experts else [])]
         if missing:
             refusals.append(f"missing keys: {', '.join(missing)}")
     if refusals:
@@ -100,10 +102,40 @@ def architecture_from_config(config: dict[str, Any], *, file: str = "config.json
         **family.switches,
         rope_scaling=_rope_scaling(rope),
         initializer_range=float(value("initializer_range", 0.02)),
+        **(_experts(config) if family.experts else {}),
     )
 
 
-_INTEGERS = (*_SIZES, "num_key_value_heads", "head_dim", "sliding_window", "max_window_layers")
+def _experts(config: dict[str, Any]) -> dict[str, Any]:
+    coefficient = config.get("router_aux_loss_coef")
+    return {
+        **{key: config[key] for key in _EXPERTS},
+        "norm_topk_prob": bool(config.get("norm_topk_prob", False)),
+        "router_aux_loss_coef": float(coefficient or 0.0),
+    }
+
+
+def _expert_refusals(config: dict[str, Any]) -> list[str]:
+    found = [f"{key} is null" for key in _EXPERTS if config[key] is None]
+    if not found and config["num_experts_per_tok"] > config["num_experts"]:
+        found.append(
+            f"num_experts_per_tok = {config['num_experts_per_tok']} is more than num_experts = {config['num_experts']}"
+        )
+    both = config.get("num_local_experts", config["num_experts"]), config["num_experts"]
+    if both[0] != both[1]:
+        found.append(f"num_local_experts = {both[0]} and num_experts = {both[1]} are two names of one size")
+    return found
+
+
+_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+_INTEGERS = (
+    *_SIZES,
+    *_EXPERTS,
+    "num_key_value_heads",
+    "head_dim",
+    "sliding_window",
+    "max_window_layers",
+)
 _NUMBERS = ("rope_theta", "rms_norm_eps", "initializer_range")
 _ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
@@ -128,6 +160,9 @@ def _malformed(config: dict[str, Any]) -> list[str]:
         for table, key in numbers
         if table.get(key) is not None and not _is_positive(table[key])
     ]
+    coefficient = config.get("router_aux_loss_coef")
+    if coefficient is not None and coefficient != 0 and not _is_positive(coefficient):
+        found.append(f"router_aux_loss_coef must be a number, not negative, and is {json.dumps(coefficient)}")
     return found
 
 
@@ -181,8 +216,8 @@ def _refusals(config: dict[str, Any], family: ModelFamily) -> list[str]:
     if config.get("attention_dropout"):
         found.append(f"attention_dropout = {config['attention_dropout']} is not supported, only 0")
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if config.get(key):
-            found.append(f"{key} = {config[key]}: mixtures of experts are not supported")
+        if config.get(key) and not family.experts:
+            found.append(f"{key} = {config[key]}: models of this family have no experts")
     if config.get("quantization_config"):
         found.append("quantization_config: the weights are quantised; training needs the original ones")
     if _slides(config):
@@ -252,6 +287,7 @@ def config_from_architecture(architecture: Architecture, dtype: str = "bfloat16"
         "eos_token_id": None,
         "dtype": dtype,
         "torch_dtype": dtype,
+        **({key: getattr(a, key) for key in MIXTURE} if family.experts else {}),
         **family.config,
     }
     return {family.config_names.get(key, key): value for key, value in config.items()}

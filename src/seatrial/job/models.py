@@ -23,6 +23,11 @@ def family_defaults(name: str) -> dict[str, Any]:
         **family.switches,
         "rope_scaling": None,
         "initializer_range": 0.02,
+        "num_experts": 0,
+        "num_experts_per_tok": 0,
+        "moe_intermediate_size": 0,
+        "norm_topk_prob": family.experts,
+        "router_aux_loss_coef": 0.001 if family.experts else 0.0,
     }
 
 

@@ -35,8 +35,10 @@ def resolve_architecture(model: ModelSection) -> tuple[Architecture, list[RuleVi
     values = {**base, **explicit}
     family = values.get("family")
     if family is not None and family != base.get("family"):
-        # The base's biases and norms would not make a model of this family.
-        values |= {key: explicit.get(key, own) for key, own in family_named(family).switches.items()}
+        # The base's biases and norms would not make a model of this family, and its routing would be none.
+        own = family_defaults(family)
+        keys = (*family_named(family).switches, "norm_topk_prob", "router_aux_loss_coef")
+        values |= {key: explicit.get(key, own[key]) for key in keys}
     for key in unreadable:
         values.pop(key, None)
     heads = values.get("num_attention_heads")

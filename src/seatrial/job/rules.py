@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from seatrial.base.errors import InputError
 from seatrial.job.alert_rules import rules
+from seatrial.job.architecture import MIXTURE
 from seatrial.job.families import FAMILIES, family_named
 from seatrial.job.finding import Facts, RuleViolation
 from seatrial.job.huggingface import read_config
@@ -80,6 +81,35 @@ def _family(facts: Facts) -> Iterator[RuleViolation]:
                 if value
                 else f"remove {key}: it is always true for {a.family}",
             )
+
+
+def _experts(facts: Facts) -> Iterator[RuleViolation]:
+    a = facts.architecture
+    sizes = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+    if not family_named(a.family).experts:
+        given = [key for key in MIXTURE if getattr(a, key)]
+        if given:
+            owners = [name for name, family in FAMILIES.own.items() if family.experts]
+            yield RuleViolation(
+                tuple(f"model.{key}" for key in given),
+                f'{given[0]} with family "{a.family}": its models have no experts',
+                f'remove {", ".join(given)}, or set family = "{owners[0]}"',
+            )
+        return
+    missing = [key for key in sizes if not getattr(a, key)]
+    if missing:
+        yield RuleViolation(
+            ("model.family", "model"),
+            f'missing in [model]: {", ".join(missing)}: models of family "{a.family}" have experts',
+            f"give {', '.join(missing)}",
+        )
+    elif a.num_experts_per_tok > a.num_experts:
+        yield RuleViolation(
+            ("model.num_experts_per_tok", "model.num_experts", "model"),
+            f"num_experts_per_tok {a.num_experts_per_tok} is more than num_experts {a.num_experts}: a token is sent to different "
+            "experts",
+            f"use num_experts_per_tok = {a.num_experts} or less",
+        )
 
 
 def _rope_scaling(facts: Facts) -> Iterator[RuleViolation]:
@@ -395,6 +425,7 @@ RULES: tuple[Rule, ...] = (
     _heads,
     _head_dim,
     _family,
+    _experts,
     _rope_scaling,
     _update_size,
     _clip,

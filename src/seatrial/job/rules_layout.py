@@ -26,7 +26,9 @@ def _tensor_model(facts: Facts) -> Iterator[RuleViolation]:
         return
     keys = ("parallel.tensor",)
     a = facts.architecture
-    heads, kv_heads, intermediate = a.num_attention_heads, a.num_key_value_heads, a.intermediate_size
+    heads, kv_heads = a.num_attention_heads, a.num_key_value_heads
+    width = "moe_intermediate_size" if a.num_experts else "intermediate_size"
+    intermediate = getattr(a, width)
     fits = [
         t for t in divisors(math.gcd(heads, kv_heads, intermediate)) if t <= joined_gpus(facts.job.cluster)
     ]
@@ -37,9 +39,7 @@ def _tensor_model(facts: Facts) -> Iterator[RuleViolation]:
                 keys, f"{name} {size} is not divisible by tensor {tensor}: a head cannot be split", hint
             )
     if intermediate % tensor:
-        yield RuleViolation(
-            keys, f"intermediate_size {intermediate} is not divisible by tensor {tensor}", hint
-        )
+        yield RuleViolation(keys, f"{width} {intermediate} is not divisible by tensor {tensor}", hint)
 
 
 def _tensor_vocabulary(facts: Facts) -> Iterator[RuleViolation]:
@@ -277,6 +277,60 @@ def _expert(facts: Facts) -> Iterator[RuleViolation]:
         )
 
 
+EXPERT_UNIT = 8  # values in 16 bytes of bf16, to which a grouped matrix product wants rows aligned
+
+
+def _experts_width(facts: Facts) -> Iterator[RuleViolation]:
+    a, tensor = facts.architecture, _parallel(facts).tensor
+    if not a.num_experts:
+        return
+    unit = EXPERT_UNIT * tensor
+    for name, size, whole in (
+        ("hidden_size", a.hidden_size, EXPERT_UNIT),
+        ("moe_intermediate_size", a.moe_intermediate_size, unit),
+    ):
+        if size % whole:
+            more = f" x tensor {tensor}" if whole > EXPERT_UNIT else ""
+            yield RuleViolation(
+                (f"model.{name}", "parallel.tensor", "model"),
+                f"{name} {size} is not divisible by {EXPERT_UNIT}{more}: the grouped matrix products of experts need rows of "
+                "whole 16 bytes",
+                f"use {name} = {either(near_multiples(size, whole))}",
+            )
+
+
+def _experts_sharded(facts: Facts) -> Iterator[RuleViolation]:
+    experts, shard = facts.architecture.num_experts, facts.layout.shard
+    if experts and experts % shard:
+        fits = [s for s in divisors(experts) if s <= shard]
+        yield RuleViolation(
+            ("parallel.shard",),
+            f"num_experts {experts} is not divisible by shard {shard}: each rank's shard of a layer is whole experts, and "
+            "some ranks would have more than others, or none",
+            f"use shard = {either(fits[-3:])}, and replicate for more ranks",
+        )
+
+
+def _experts_context(facts: Facts) -> Iterator[RuleViolation]:
+    if facts.architecture.num_experts and _parallel(facts).context > 1:
+        yield RuleViolation(
+            ("parallel.context",),
+            f"context {_parallel(facts).context} with experts is not supported in this version: the load-balancing loss is of "
+            "whole microbatches, of which each rank would see a part",
+            "remove `context`; tensor also splits the positions between the matrix products",
+        )
+
+
+def _experts_compiled(facts: Facts) -> Iterator[RuleViolation]:
+    if facts.architecture.num_experts and facts.job.train.compile:
+        yield RuleViolation(
+            ("train.compile",),
+            "compile = true with experts is not supported in this version: torch.compile has no grouped matrix product of fp32, and "
+            "none of bf16 was compared with one process",
+            "set compile = false",
+        )
+
+
 LAYOUT_RULES: tuple[Callable[[Facts], Iterator[RuleViolation]], ...] = (
     _tensor_model,
     _tensor_vocabulary,
@@ -293,4 +347,8 @@ LAYOUT_RULES: tuple[Callable[[Facts], Iterator[RuleViolation]], ...] = (
     _split_backward_accumulate,
     _batch,
     _expert,
+    _experts_width,
+    _experts_sharded,
+    _experts_context,
+    _experts_compiled,
 )

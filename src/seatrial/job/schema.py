@@ -135,6 +135,11 @@ class ModelSection(Section):
     qk_norm: bool | None = None
     rope_scaling: RopeScalingSection | None = None
     initializer_range: Annotated[float, Field(ge=1e-6, le=10)] | None = None
+    num_experts: Size | None = None
+    num_experts_per_tok: Size | None = None
+    moe_intermediate_size: Size | None = None
+    norm_topk_prob: bool | None = None
+    router_aux_loss_coef: Annotated[float, Field(ge=0, le=1000)] | None = None
 
 
 class DataSection(Section):

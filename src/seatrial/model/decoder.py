@@ -8,6 +8,11 @@ Letters in tensor names, here and in parallel/:
     N  query heads                    K  key and value heads (N is a multiple of K)
     E  width of all heads, N H or K H
 
+In a mixture of experts:
+
+    R  rows: positions of all sequences, B T      X  experts
+    S  slots: a row for each expert of a position, k R, sorted by expert
+
 Parameters are named as in Hugging Face's files (`model.layers.3.self_attn.q_proj.weight`); a pipeline stage keeps the
 layer numbers of the whole model.
 """
@@ -33,6 +38,8 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(x [B, T, D], head's weight [V, D], targets [B, T]) -> a scalar."""
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """(q [B, T, N, H], k and v [B, T, K, H], bias or None) -> [B, T, N, H]."""
+Balance = Callable[[Tensor, Tensor], Tensor]
+"""(x [B, T, D], routed [2, X]) -> x, through which the gradient of the load-balancing loss enters."""
 OwnPositions = Callable[[Tensor, int], Tensor]
 """(tensor with all positions of the sequence, their dimension) -> those that this rank computes."""
 
@@ -187,10 +194,99 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(gate_BTF) * up_BTF)
 
 
+class Experts(nn.Module):
+    """The experts' weights, each kind in one parameter, and their SwiGLU."""
+
+    def __init__(self, arch: Architecture) -> None:
+        super().__init__()
+        X, D, width = arch.num_experts, arch.hidden_size, arch.moe_intermediate_size
+        self.gate_proj = nn.Parameter(torch.empty(X, width, D))
+        self.up_proj = nn.Parameter(torch.empty(X, width, D))
+        self.down_proj = nn.Parameter(torch.empty(X, D, width))
+
+    def forward(self, x_SD: Tensor, weight_S: Tensor, end_X: Tensor) -> Tensor:
+        """Each slot's expert applied to it, times its weight, [S, D]; `end_X`: the slot after the last of each expert.
+
+        The weight is applied to what is narrower, the input of the last product: then its output need not be kept.
+        """
+        gate_SF = F.grouped_mm(x_SD, self.gate_proj.transpose(1, 2), offs=end_X)
+        up_SF = F.grouped_mm(x_SD, self.up_proj.transpose(1, 2), offs=end_X)
+        h_SF = F.silu(gate_SF) * up_SF * weight_S[:, None].to(gate_SF.dtype)
+        return F.grouped_mm(h_SF, self.down_proj.transpose(1, 2), offs=end_X)
+
+
+class _ToSlots(torch.autograd.Function):
+    """[R, D] -> [S, D]: each row to the slots of its experts. Its gradient is `_FromSlots`.
+
+    Indexing would add the gradients of a row in an order that differs from run to run.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_RD: Tensor, order_S: Tensor, slot_Rk: Tensor) -> Tensor:
+        ctx.save_for_backward(slot_Rk)
+        return x_RD[order_S // slot_Rk.shape[1]]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (slot_Rk,) = ctx.saved_tensors
+        return grads[0][slot_Rk].sum(1), None, None
+
+
+class _FromSlots(torch.autograd.Function):
+    """[S, D] -> [R, D]: the sum of each row's slots. Its gradient is `_ToSlots`."""
+
+    @staticmethod
+    def forward(ctx: Any, y_SD: Tensor, order_S: Tensor, slot_Rk: Tensor) -> Tensor:
+        ctx.save_for_backward(order_S, slot_Rk)
+        return y_SD[slot_Rk].sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        order_S, slot_Rk = ctx.saved_tensors
+        return grads[0][order_S // slot_Rk.shape[1]], None, None
+
+
+class SparseMLP(nn.Module):
+    """A mixture of experts: each position is sent to the k experts to which the router gives most; none is dropped."""
+
+    def __init__(self, arch: Architecture) -> None:
+        super().__init__()
+        self.gate = nn.Linear(arch.hidden_size, arch.num_experts, bias=False)
+        self.experts = Experts(arch)
+        self.per_position = arch.num_experts_per_tok
+        self.normalise = arch.norm_topk_prob
+        # A parallel layout's communication: from this rank's positions to all of them, and back, summed over ranks.
+        self.gather: Callable[[Tensor], Tensor] | None = None
+        self.scatter: Callable[[Tensor], Tensor] | None = None
+
+    def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        """The output, and what the load-balancing loss needs: see `Decoder.balance`."""
+        if self.gather is not None:
+            x_BTD = self.gather(x_BTD)
+        x_RD = x_BTD.flatten(0, 1)
+        probability_RX = F.softmax(self.gate(x_RD), dim=-1, dtype=torch.float32)
+        weight_Rk, expert_Rk = probability_RX.topk(self.per_position, dim=-1)
+        if self.normalise:
+            weight_Rk = weight_Rk / weight_Rk.sum(-1, keepdim=True)
+        expert_S, order_S = expert_Rk.flatten().sort(stable=True)
+        slot_Rk = order_S.argsort().view_as(expert_Rk)
+        experts = torch.arange(probability_RX.shape[1], device=x_RD.device)
+        # No number is read back from the device: a product's groups are bounds in its memory.
+        end_X = torch.searchsorted(expert_S, experts, right=True, out_int32=True)
+        y_SD = self.experts(
+            _ToSlots.apply(x_RD, order_S, slot_Rk), weight_Rk.flatten().gather(0, order_S), end_X
+        )
+        out_BTD = _FromSlots.apply(y_SD, order_S, slot_Rk).view_as(x_BTD)
+        count_X = end_X.diff(prepend=end_X.new_zeros(1)).float()
+        routed_2X = torch.stack((count_X, probability_RX.sum(0)))
+        return out_BTD if self.scatter is None else self.scatter(out_BTD), routed_2X
+
+
 class Block(nn.Module):
     """One decoder layer. With `recompute`, its activations are computed again in the backward pass.
 
-    `contexts`, if given, is checkpoint's `context_fn`: it keeps some of them.
+    `contexts`, if given, is checkpoint's `context_fn`: it keeps some of them. Returns hidden states; with experts also
+    what `SparseMLP` returns.
     """
 
     def __init__(self, arch: Architecture) -> None:
@@ -198,13 +294,13 @@ class Block(nn.Module):
         self.input_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
         self.self_attn = Attention(arch)
         self.post_attention_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
-        self.mlp = MLP(arch)
+        self.mlp: MLP | SparseMLP = SparseMLP(arch) if arch.num_experts else MLP(arch)
         self.recompute = False
         self.contexts: Callable[[], Any] | None = None
 
     def forward(
         self, x_BTD: Tensor, cos_TH: Tensor, sin_TH: Tensor, bias_B1TT: Tensor | None = None
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         # Inside the block, not around it: sharded data parallel hooks the block's own call, and must not see the
         # second forward pass as another use of its weights.
         if self.recompute and torch.is_grad_enabled():
@@ -213,9 +309,12 @@ class Block(nn.Module):
             return checkpoint(self._layer, *inputs, use_reentrant=False, preserve_rng_state=False, **how)
         return self._layer(x_BTD, cos_TH, sin_TH, bias_B1TT)
 
-    def _layer(self, x_BTD: Tensor, cos_TH: Tensor, sin_TH: Tensor, bias_B1TT: Tensor | None) -> Tensor:
+    def _layer(
+        self, x_BTD: Tensor, cos_TH: Tensor, sin_TH: Tensor, bias_B1TT: Tensor | None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), cos_TH, sin_TH, bias_B1TT)
-        return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
+        out = self.mlp(self.post_attention_layernorm(x_BTD))
+        return (x_BTD + out[0], out[1]) if isinstance(out, tuple) else x_BTD + out
 
 
 class Head(nn.Module):
@@ -254,7 +353,8 @@ class Decoder(nn.Module):
     """The whole model, or the consecutive `layers` of one pipeline stage.
 
     A first stage takes token ids [B, T], others hidden states [B, T, D]; a last stage returns logits [B, T, V] or, with
-    targets, the loss; other stages return hidden states. Weights are uninitialised: `model.initialise` or a weight source
+    targets, the loss; other stages return hidden states. With experts, stages also pass on, summed over all layers so
+    far, how many positions were sent to each expert, and the router's probabilities [2, X] in fp32. Weights are uninitialised: `model.initialise` or a weight source
     fills them. Build it under `torch.device("meta")` to use no memory.
     """
 
@@ -277,15 +377,24 @@ class Decoder(nn.Module):
         self.sequence_length: int | None = None
         # Set where a rank computes some of the positions (context parallel).
         self.own_positions: OwnPositions | None = None
+        # Set by the trainer where there are experts: adds the load-balancing loss to that of the last stage.
+        self.balance: Balance | None = None
 
     @property
     def blocks(self) -> list[Block]:
         return list(self.model.layers.values())  # type: ignore[arg-type]
 
     def forward(
-        self, x: Tensor, document_BT: Tensor | None = None, target_BT: Tensor | None = None
-    ) -> Tensor:
+        self,
+        x: Tensor,
+        routed_2X: Tensor | None = None,
+        *,
+        document_BT: Tensor | None = None,
+        target_BT: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Token ids [B, T] or hidden states [B, T, D] -> hidden states, or logits [B, T, V], or the loss of `target_BT`.
+
+        With experts a later stage takes, and an earlier one returns, `routed_2X` beside hidden states.
 
         With `document_BT`, the document number of each position of the whole sequence, attention stays inside
         documents. Positions do not restart in each: RoPE's scores depend on relative positions only (arXiv:2104.09864,
@@ -302,10 +411,15 @@ class Decoder(nn.Module):
         mask = () if document_BT is None else (document_bias(document_BT, h_BTD.dtype, own),)
         for block in self.model.layers.values():
             h_BTD = block(h_BTD, cos_TH, sin_TH, *mask)
-        if self.model.norm is not None:
-            h_BTD = self.model.norm(h_BTD)
+            if isinstance(h_BTD, tuple):
+                h_BTD, own_2X = h_BTD
+                routed_2X = own_2X if routed_2X is None else routed_2X + own_2X
         if self.lm_head is None:
-            return h_BTD
+            return h_BTD if routed_2X is None else (h_BTD, routed_2X)
+        assert self.model.norm is not None
+        h_BTD = self.model.norm(h_BTD)
+        if routed_2X is not None and self.balance is not None and torch.is_grad_enabled():
+            h_BTD = self.balance(h_BTD, routed_2X)
         return self.lm_head(h_BTD, None if embedding is None else embedding.weight, target_BT)
 
 

@@ -15,7 +15,7 @@ from seatrial.base.box import Box
 from seatrial.base.errors import Diagnostic, InputError
 from seatrial.base.files import read_json
 from seatrial.job.architecture import Architecture
-from seatrial.model.decoder import whole_shapes
+from seatrial.model.expert_files import file_shapes, read_joined, single_name
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -123,6 +123,7 @@ class HuggingFaceWeights:
 
     def _slice(self, name: str) -> Any:
         # Some writers keep a tied pair under the head's name alone (safetensors.torch.save_model does).
+        name = single_name(name, 0)  # the first expert's stands for all
         stored = self._stored(name)
         if name == EMBEDDING and stored not in self._files:
             stored = self._head
@@ -143,6 +144,9 @@ class HuggingFaceWeights:
 
     def read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
         """The values of `box` of parameter `name`; other parts of the file are not read."""
+        return read_joined(self._read, name, box, dtype)
+
+    def _read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
         self.dtype(name)  # refuses quantised weights
         part, shape = self._slice(name), self.shape(name)
         if Box.whole(shape).intersect(box) != box and box.numel:
@@ -156,12 +160,13 @@ class HuggingFaceWeights:
         """Raise InputError with every mismatch between the files and `arch`."""
         problems: list[tuple[str, str]] = []  # (name in the files, what is wrong)
         present, tied = set(self._files), arch.tie_word_embeddings
-        expected = {self._stored(name): name for name in whole_shapes(arch)}
+        shapes = file_shapes(arch)
+        expected = {self._stored(name): name for name in shapes}
         for name, parameter in expected.items():
             if name not in present and not (tied and parameter == EMBEDDING and self._head in present):
                 problems.append((name, "is missing"))
                 continue
-            part, shape = self._slice(parameter), whole_shapes(arch)[parameter]
+            part, shape = self._slice(parameter), shapes[parameter]
             if tuple(part.get_shape()) != shape:
                 problems.append((name, f"has shape {list(part.get_shape())}, the model needs {list(shape)}"))
             if part.get_dtype() not in _DTYPES:

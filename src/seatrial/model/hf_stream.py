@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from seatrial.base.box import Box
+from seatrial.model.expert_files import read_single
 from seatrial.model.source import WeightSource
 
 BLOCK_BYTES = 1 << 26
@@ -33,7 +34,9 @@ def write_safetensors(
     shapes: Mapping[str, tuple[int, ...]],
     dtypes: Mapping[str, torch.dtype],
 ) -> None:
-    """Write the parameters `names` of `source`, under the names they are mapped to, as the new file `path`, durably.
+    """Write the tensors `names` of `source`, under the names they are mapped to, as the new file `path`, durably.
+
+    `names` and `shapes` are as in `file_shapes`.
 
     Holds one block of `BLOCK_BYTES` in memory (or one row of a parameter, if that is larger) in addition to what the
     source needs. Raises OSError, and any error of the source.
@@ -57,7 +60,7 @@ def write_safetensors(
         f.write(len(text).to_bytes(8, "little") + text)
         for name in order:
             for box in _blocks(shapes[name], BLOCK_BYTES // dtypes[name].itemsize):
-                f.write(_bytes_of(source.read(name, box, dtypes[name])))
+                f.write(_bytes_of(read_single(source, name, box, dtypes[name])))
         f.flush()
         os.fsync(f.fileno())
 

@@ -17,7 +17,7 @@ from seatrial.base.units import memory
 from seatrial.job.architecture import Architecture
 from seatrial.job.families import family_named
 from seatrial.job.huggingface import config_from_architecture
-from seatrial.model.decoder import whole_shapes
+from seatrial.model.expert_files import file_shapes, joined_name
 from seatrial.model.hf import EMBEDDING, INDEX, WEIGHTS
 from seatrial.model.hf_stream import write_safetensors
 from seatrial.model.source import WeightSource
@@ -63,9 +63,9 @@ def write_huggingface(
     `OUT.tmp-PID` and renamed. Raises InputError for an `out` that holds files, an unwritable place, a missing tokenizer
     or too small a disk, RunFailed where writing fails later.
     """
-    shapes = whole_shapes(arch)
+    shapes = file_shapes(arch)
     family = family_named(arch.family)
-    dtypes = {name: _resolve(dtype, source, name) for name in shapes}
+    dtypes = {name: _resolve(dtype, source, joined_name(name)) for name in shapes}
     sizes = {n: Box.whole(shape).numel * dtypes[n].itemsize for n, shape in shapes.items()}
     total = sum(sizes.values())
     shards = plan_shards(sizes, max_shard_bytes)

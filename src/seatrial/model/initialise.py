@@ -12,7 +12,7 @@ from torch import Tensor
 
 from seatrial.base.box import Box
 from seatrial.job.architecture import Architecture
-from seatrial.model.decoder import whole_shapes
+from seatrial.model.expert_files import file_shapes, read_joined
 
 # Rows drawn with one seed. Changing it changes every initial weight.
 _ROWS = 256
@@ -34,10 +34,13 @@ class RandomWeights:
     def __init__(self, arch: Architecture, seed: int) -> None:
         self._arch = arch
         self._seed = seed
-        self._shapes = whole_shapes(arch)
+        self._shapes = file_shapes(arch)
 
     def read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
         """The values of `box` of parameter `name`."""
+        return read_joined(self._read, name, box, dtype)
+
+    def _read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
         if name.endswith("norm.weight"):
             return torch.ones(box.sizes, dtype=dtype)
         if name.endswith(".bias"):

@@ -20,7 +20,7 @@ from seatrial.job.schema import Accumulate
 from seatrial.model.decoder import Decoder, stored_name, whole_shapes
 from seatrial.model.source import WeightSource
 from seatrial.parallel.context import apply_context_parallel, own_positions
-from seatrial.parallel.loss import cross_entropy
+from seatrial.parallel.loss import LoadBalancing, cross_entropy
 from seatrial.parallel.mesh import Mesh
 from seatrial.parallel.pipeline import Pipeline
 from seatrial.parallel.recompute import keep_products
@@ -144,6 +144,17 @@ class ParallelModel:
         # Every tensor-parallel rank has the same loss; only one of them counts.
         return loss if self.mesh.at.tensor == 0 else torch.zeros_like(loss)
 
+    def take_balance_loss(self) -> Tensor | float:
+        """This rank's share, fp64, of the load-balancing loss since the last call: the sum over all ranks is the loss.
+
+        Without the coefficient, and 0 where there are no experts. See `LoadBalancing`.
+        """
+        balance = self.stages[-1].balance
+        if not isinstance(balance, LoadBalancing):
+            return 0.0
+        total, balance.total = balance.total, 0.0
+        return total if self.mesh.at.tensor == 0 else 0.0
+
     @torch.no_grad()
     def validation_loss(self, ids_BT: Tensor, target_BT: Tensor, document_BT: Tensor | None = None) -> Tensor:
         """This rank's share, fp64, of the loss in nats summed over all targets that are not `loss.NO_TARGET`.
@@ -160,7 +171,7 @@ class ParallelModel:
                 documents = [None] * n if document_BT is None else document_BT.chunk(n)
                 loss = torch.zeros((), device=self.mesh.device, dtype=torch.float64)
                 for ids, target, document in zip(ids_BT.chunk(n), target_BT.chunk(n), documents, strict=True):
-                    loss += self.stages[0](ids, document, target)
+                    loss += self.stages[0](ids, document_BT=document, target_BT=target)
         finally:
             for stage in self.stages:
                 free_gathered(stage)
@@ -175,7 +186,7 @@ class ParallelModel:
         ):
             prepare_backward(model, last=i == n - 1, accumulate=self.settings.accumulate)
             with self.clock.during(FORWARD):
-                loss = model(ids, document, target)
+                loss = model(ids, document_BT=document, target_BT=target)
             with self.clock.during(BACKWARD):
                 loss.backward()
             total += loss.detach()  # NaN until the backward pass, see `loss.cross_entropy`
@@ -206,6 +217,7 @@ class ParallelModel:
             microbatches=s.microbatches,
             input_shape_BT=(s.microbatch, positions),
             hidden_shape_BTD=(s.microbatch, positions // layout.tensor, self.arch.hidden_size),
+            experts=self.arch.num_experts,
             compute_dtype=s.compute_dtype,
             accumulate=s.accumulate,
             clock=self.clock,
@@ -259,6 +271,14 @@ def build_stage(
         model.lm_head.loss = partial(
             cross_entropy, tokens=settings.global_tokens, group=mesh.tensor, rank=mesh.at.tensor
         )
+        if arch.num_experts:
+            rows = settings.microbatch * settings.sequence_length
+            model.balance = LoadBalancing(
+                arch.router_aux_loss_coef,
+                rows=rows * arch.num_hidden_layers,
+                share=rows / settings.global_tokens,
+                ranks=layout.tensor,
+            )
     if mesh.tensor is not None:
         apply_tensor_parallel(
             model,
@@ -276,7 +296,8 @@ def build_stage(
         if settings.activation_checkpointing != "none":
             block.recompute = number % settings.recompute_every_layers == 0
         if settings.activation_checkpointing == "selective":
-            keep_products(block, arch.intermediate_size // layout.tensor)
+            width = arch.moe_intermediate_size if arch.num_experts else arch.intermediate_size
+            keep_products(block, width // layout.tensor)
         if settings.compile:
             block.compile(fullgraph=True)  # a graph break would silently cost speed
     if data_mesh is not None:

@@ -42,6 +42,43 @@ def cross_entropy(
     return total
 
 
+class LoadBalancing:
+    """Switch Transformer's loss that spreads positions over the experts (arXiv:2101.03961), as transformers computes it.
+
+    Of a microbatch, over all layers together: experts x the sum over experts of (share of positions sent there) x (mean
+    probability). It is 1 x `num_experts_per_tok` where all experts get the same. Its gradient is that of the mean over the
+    microbatches of the global batch, times the coefficient; the loss that a stage returns stays the cross-entropy.
+    """
+
+    def __init__(self, coefficient: float, *, rows: int, share: float, ranks: int) -> None:
+        """`rows`: positions of a microbatch times layers; `share`: of the microbatch in the global batch.
+
+        All `ranks` of a tensor group compute it, and their gradients are added.
+        """
+        self._factor, self._rows, self._share = coefficient * share / ranks, rows, share
+        self.total: Tensor | float = (
+            0.0  # mean over the global batch, this rank's share, of the microbatches so far
+        )
+
+    def __call__(self, x_BTD: Tensor, routed_2X: Tensor) -> Tensor:
+        count_X, probability_X = routed_2X / self._rows
+        loss = len(count_X) * (count_X * probability_X).sum()
+        self.total = self.total + loss.detach().double() * self._share
+        return _WithGradientOf.apply(x_BTD, loss * self._factor)
+
+
+class _WithGradientOf(torch.autograd.Function):
+    """Returns its first argument; in the backward pass the second, a scalar, has the gradient of a summand of the loss."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BTD: Tensor, loss: Tensor) -> Tensor:
+        return x_BTD.view_as(x_BTD)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[0], grads[0].new_ones((), dtype=torch.float32)
+
+
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -71,6 +71,7 @@ class Pipeline:
         microbatches: int,
         input_shape_BT: tuple[int, int],
         hidden_shape_BTD: tuple[int, int, int],
+        experts: int,
         compute_dtype: torch.dtype,
         accumulate: Accumulate,
         clock: StageClock,
@@ -80,7 +81,11 @@ class Pipeline:
         stages = []
         for model, index in zip(models, layout.stage_indices(pipeline_rank), strict=True):
             # Shapes are given, so that torch does not infer them by running the model once before the first step.
-            hidden = torch.empty(hidden_shape_BTD, dtype=compute_dtype, device="meta", requires_grad=True)
+            hidden: Any = torch.empty(
+                hidden_shape_BTD, dtype=compute_dtype, device="meta", requires_grad=True
+            )
+            if experts:  # `routed_2X` of the decoder
+                hidden = (hidden, torch.empty(2, experts, device="meta", requires_grad=True))
             ids = torch.empty(input_shape_BT, dtype=torch.int64, device="meta")
             loss = torch.empty((), dtype=torch.float64, device="meta", requires_grad=True)
             stage = _Stage(

@@ -22,7 +22,10 @@ def apply_sharding(
     """
     policy = MixedPrecisionPolicy()
     if compute_dtype != torch.float32:
-        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+        # Hidden states have the right dtype; experts' counts, which a stage of a pipeline gets, must stay fp32.
+        policy = MixedPrecisionPolicy(
+            param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     # The root's own weights (embedding, last norm, head) are needed again at once by the backward pass.

@@ -6,6 +6,7 @@ them, all positions and 1/n of the heads, of the MLP or of the vocabulary.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,22 +15,26 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from seatrial.base.box import Box
-from seatrial.model.decoder import Decoder
+from seatrial.model.decoder import Decoder, SparseMLP
 from seatrial.parallel.collectives import AllGatherPositions, ReduceScatterPositions
 from seatrial.parallel.overlap_grad import Overlap, RowParallelLinear
 
 _COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
 _ROW = ("o_proj", "down_proj")
+_OF_EXPERTS = {"gate_proj": 1, "up_proj": 1, "down_proj": 2}  # the experts are the first dimension of each
 
 
 def split_dimension(name: str) -> int | None:
     """The dimension of parameter `name` that tensor parallel splits; None where it is replicated.
 
-    Replicated are the norms. They see only part of the positions or heads, so their gradients must be summed over the
-    group: see `ParallelModel`.
+    Replicated are the norms and the experts' router. Norms see only part of the positions or heads. The router sees all
+    positions, and each rank's gradient of it comes through that rank's part of every expert. So all of these gradients
+    must be summed over the group: see `ParallelModel`.
     """
     module, _, kind = name.rpartition(".")
     module = module.rpartition(".")[2]
+    if module == "experts":
+        return _OF_EXPERTS[kind]
     if module in _COLUMN:
         return 0  # output features: weight rows, and bias
     if module in _ROW:
@@ -69,6 +74,11 @@ class VocabParallelEmbedding(nn.Module):
         return ReduceScatterPositions.apply(rows_BTD, self._group)
 
 
+def _on_group(function: type[torch.autograd.Function], group: ProcessGroup, x: Tensor) -> Tensor:
+    result: Tensor = function.apply(x, group)
+    return result
+
+
 def apply_tensor_parallel(
     model: Decoder,
     group: ProcessGroup,
@@ -100,8 +110,12 @@ def apply_tensor_parallel(
         attention, mlp = block.self_attn, block.mlp
         attention.project = overlap.project_in_order
         attention.o_proj = RowParallelLinear(attention.o_proj.get_parameter("weight"), overlap, in_order=True)
-        mlp.project = overlap.project
-        mlp.down_proj = RowParallelLinear(mlp.down_proj.get_parameter("weight"), overlap, in_order=False)
+        if isinstance(mlp, SparseMLP):
+            mlp.gather = partial(_on_group, AllGatherPositions, group)
+            mlp.scatter = partial(_on_group, ReduceScatterPositions, group)
+        else:
+            mlp.project = overlap.project
+            mlp.down_proj = RowParallelLinear(mlp.down_proj.get_parameter("weight"), overlap, in_order=False)
     trunk = model.model
     if trunk.embed_tokens is not None:
         trunk.embed_tokens = VocabParallelEmbedding(trunk.embed_tokens.get_parameter("weight"), group, rank)

@@ -10,7 +10,7 @@ from seatrial.record.jsonl import LineWriter, Problem, read_numbered
 from seatrial.record.typed import decode_all
 
 NOUN = "a metrics record"
-_LEFT_OUT = ("extra", "validation_loss", "validation_time_s")  # where a step has none
+_LEFT_OUT = ("extra", "validation_loss", "validation_time_s", "router_aux_loss")  # where a step has none
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,9 @@ class MetricsRecord:
         None  # mean over the validation samples, measured after this step's update
     )
     validation_time_s: float | None = None  # what that took; not a part of any step_time_s
+    router_aux_loss: float | None = (
+        None  # load-balancing loss of experts, without its coefficient; not in `loss`
+    )
 
 
 class MetricsWriter:

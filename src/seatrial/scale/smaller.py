@@ -11,6 +11,7 @@ from seatrial.job import Job
 from seatrial.job.architecture import Architecture
 from seatrial.job.changed import Change
 from seatrial.job.loading import job_from_text
+from seatrial.job.rules_layout import EXPERT_UNIT
 
 
 def smaller(model: Architecture, factor: float, *, tensor: int, stages: int) -> Architecture:
@@ -31,6 +32,9 @@ def smaller(model: Architecture, factor: float, *, tensor: int, stages: int) -> 
         num_attention_heads=heads,
         hidden_size=hidden,
         intermediate_size=_near(model.intermediate_size * factor, tensor, model.intermediate_size),
+        moe_intermediate_size=_near(
+            model.moe_intermediate_size * factor, EXPERT_UNIT * tensor, model.moe_intermediate_size
+        ),
         num_hidden_layers=max(layers, min(stages, model.num_hidden_layers)),
     )
 

@@ -17,7 +17,7 @@ from seatrial.hardware import accelerator
 from seatrial.hardware.catalogue import find_gpu, peak_flops
 from seatrial.hardware.mfu import mfu
 from seatrial.job import Job
-from seatrial.model.decoder import MLP, Attention
+from seatrial.model.decoder import MLP, Attention, SparseMLP
 from seatrial.parallel.build import ParallelModel
 from seatrial.parallel.overlap_grad import RowParallelLinear
 from seatrial.record.metrics import MetricsRecord
@@ -95,14 +95,17 @@ class OwnWorkTimer:
         """
         for stage in model.stages:
             for block in [] if model.settings.compile else stage.blocks[:1]:
-                for first, last in (
-                    (block.self_attn, block.self_attn.o_proj),
-                    (block.mlp, block.mlp.down_proj),
-                ):
+                parts: list[Attention | MLP] = [block.self_attn]
+                if isinstance(block.mlp, SparseMLP):
+                    self._span(block.mlp.experts, block.mlp.experts)
+                else:
+                    parts.append(block.mlp)
+                for part in parts:
+                    last = part.o_proj if isinstance(part, Attention) else part.down_proj
                     if isinstance(last, RowParallelLinear):
-                        self._span_between(first, last)
+                        self._span_between(part, last)
                     else:
-                        self._span(first, last)
+                        self._span(part, last)
             if stage.lm_head is not None:
                 self._span(stage.lm_head, stage.lm_head)
 

@@ -155,6 +155,8 @@ class Recorder:
             data_wait=known.data_wait,
             memory=max(values.memory_bytes),
         )
+        if self._job.architecture.num_experts:
+            record = replace(record, router_aux_loss=values.balance_loss)
         if extra := self._extra.values(record):
             record = replace(record, extra=extra)
         self._held = record

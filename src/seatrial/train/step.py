@@ -18,10 +18,10 @@ from seatrial.train.meter import OwnWorkTimer
 from seatrial.train.optimizer import ShardedOptimizer
 
 # The vector: loss, squared gradient norm; how many ranks are to yield, are preempted, and are still writing their last
-# snapshot; rank 0's checkpoint status (`SaveStatus`); then, for each block below, one number per rank, to which all
+# snapshot; rank 0's checkpoint status (`SaveStatus`); the experts' load-balancing loss; then, for each block below, one number per rank, to which all
 # other ranks add 0. So the sum is exact there and preserves NaN (gloo's MAX loses NaN).
-_LOSS, _NORM, _YIELD, _PREEMPT, _BUSY, _COMMITTED, _REQUESTED, _INTERVAL, _AT_RISK = range(9)
-_HEAD = 9
+_LOSS, _NORM, _YIELD, _PREEMPT, _BUSY, _COMMITTED, _REQUESTED, _INTERVAL, _AT_RISK, _BALANCE = range(10)
+_HEAD = 10
 _MEMORY, _SECONDS, _NOT_FINITE, _CHANGED, _PART = range(5)
 _BLOCKS = 5
 
@@ -57,6 +57,11 @@ class StepValues:
     def loss(self) -> float:
         """Mean over the global batch, in nats per token."""
         return self.vector[_LOSS]
+
+    @property
+    def balance_loss(self) -> float:
+        """The experts' load-balancing loss, without its coefficient: mean over the microbatches of all ranks; 0: no experts."""
+        return self.vector[_BALANCE]
 
     @property
     def norm_squared(self) -> float:
@@ -191,6 +196,7 @@ def local_vector(
         on_host[index(_SECONDS)] = own.clock.read()
     values = on_host.to(mesh.device, non_blocking=True)
     values[_LOSS] = loss
+    values[_BALANCE] = model.take_balance_loss()
     values[_NORM] = norm_squared
     values[index(_NOT_FINITE)] = ~torch.isfinite(values[_LOSS] + values[_NORM])
     if changed is not None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from seatrial.base import units
 from seatrial.base.errors import printable as printable
+from seatrial.job.architecture import Architecture
 from seatrial.record.metrics import MetricsRecord
 
 
@@ -20,6 +21,12 @@ def memory(n_bytes: float | None) -> str:
             value = n_bytes / 1024**power
             return f"{value:.0f} {suffix}" if value >= 100 else f"{value:.3g} {suffix}"
     return units.memory(n_bytes)
+
+
+def parameters(arch: Architecture) -> str:
+    """Parameters of a model: 30.5B parameters, with experts also how many one token uses."""
+    text = f"{units.count(arch.parameters())} parameters"
+    return f"{text}, {units.count(arch.active_parameters())} of them active" if arch.num_experts else text
 
 
 def rate(per_s: float | None) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from seatrial.base import units
 from seatrial.record.folder import RunFolder
+from seatrial.ui import figures
 from seatrial.ui.model_card import origin
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def header_pairs(
     return [
         (
             "model",
-            f"{arch.family}, {units.count(arch.parameters())} parameters, "
+            f"{arch.family}, {figures.parameters(arch)}, "
             f"{arch.num_hidden_layers} layers, hidden {arch.hidden_size}, vocabulary {arch.vocab_size:,}",
         ),
         (

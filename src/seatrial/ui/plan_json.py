@@ -31,6 +31,7 @@ def document(answer: Answer) -> dict[str, Any]:
         "name": job.name,
         "model": {
             "parameters": arch.parameters(),
+            "active_parameters": arch.active_parameters(),
             "flops_per_token": arch.flops_per_token(train.sequence_length),
             "flops_per_token_full_attention": arch.flops_per_token(
                 train.sequence_length, full_attention=True

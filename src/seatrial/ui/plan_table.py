@@ -81,7 +81,7 @@ def _header(answer: Answer, width: int) -> Iterator[Line]:
     yield f"plan of {job.name}", HEAD
     yield from pair(
         "model",
-        f"{arch.family}, {units.count(arch.parameters())} parameters, {many(arch.num_hidden_layers, 'layer')}; "
+        f"{arch.family}, {figures.parameters(arch)}, {many(arch.num_hidden_layers, 'layer')}; "
         f"{flop(arch.flops_per_token(train.sequence_length))} per token",
         width,
     )

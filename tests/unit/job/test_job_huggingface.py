@@ -138,7 +138,7 @@ def test_missing_keys_mean_what_transformers_means() -> None:
         ),
         (QWEN_25, {"layer_types": ["linear_attention"]}, "layer_types linear_attention"),
         (QWEN_25, {"hidden_act": "gelu"}, 'hidden_act "gelu" is not supported'),
-        (QWEN_25, {"num_experts": 8}, "mixtures of experts are not supported"),
+        (QWEN_25, {"num_experts": 8}, "models of this family have no experts"),
         (QWEN_25, {"quantization_config": {"bits": 4}}, "the weights are quantised"),
         (QWEN_25, {"attention_dropout": 0.1}, "attention_dropout = 0.1 is not supported"),
         (QWEN_25, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, 'rope_type "yarn" is not supported'),
@@ -203,3 +203,45 @@ def test_any_file_is_read_or_refused_in_words(config: dict[str, Any], changes: d
         return
     assert architecture.parameters() > 0
     assert math.isfinite(architecture.rope_theta)
+
+
+QWEN_MOE = {
+    **{k: v for k, v in QWEN_25.items() if k not in ("model_type", "max_window_layers")},
+    "model_type": "qwen3_moe",
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "router_aux_loss_coef": 0.001,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
+
+def test_experts_under_both_names() -> None:
+    a = architecture_from_config(QWEN_MOE)
+    assert (a.num_experts, a.num_experts_per_tok, a.moe_intermediate_size) == (128, 8, 768)
+    # transformers 5 writes another name.
+    other = {k: v for k, v in QWEN_MOE.items() if k != "num_experts"} | {"num_local_experts": 128}
+    assert architecture_from_config(other) == a
+    less = {k: v for k, v in QWEN_MOE.items() if k not in ("norm_topk_prob", "router_aux_loss_coef")}
+    b = architecture_from_config(less)
+    assert (b.norm_topk_prob, b.router_aux_loss_coef) == (False, 0.001)  # Qwen3MoeConfig's
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step = 2 is not supported, only 1"),
+        ({"mlp_only_layers": [0]}, "mlp_only_layers = [0] is not supported, only []"),
+        ({"num_experts_per_tok": 129}, "num_experts_per_tok = 129 is more than num_experts = 128"),
+        ({"num_local_experts": 64}, "num_local_experts = 64 and num_experts = 128"),
+        ({"num_experts": 0}, "num_experts must be a positive integer, not 0"),
+        ({"moe_intermediate_size": None}, "moe_intermediate_size is null"),
+        ({"router_aux_loss_coef": -1}, "router_aux_loss_coef must be a number, not negative, and is -1"),
+    ],
+)
+def test_experts_that_we_would_compute_differently_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        architecture_from_config({**QWEN_MOE, **changes})
+    assert message in caught.value.render()

@@ -34,6 +34,8 @@ PUBLISHED = {
     "qwen3-8b": 8.19,
     "qwen3-14b": 14.8,
     "qwen3-32b": 32.8,
+    "qwen3-30b-a3b": 30.5,
+    "qwen3-235b-a22b": 235.0,
 }
 
 
@@ -44,6 +46,11 @@ def test_every_published_model_is_compared() -> None:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_are_the_published_total(name: str) -> None:
     assert model_presets()[name].parameters() == pytest.approx(PUBLISHED[name] * 1e9, rel=0.01)
+
+
+@pytest.mark.parametrize(("name", "billions"), [("qwen3-30b-a3b", 3.3), ("qwen3-235b-a22b", 22.0)])
+def test_active_parameters_are_the_published_ones(name: str, billions: float) -> None:
+    assert model_presets()[name].active_parameters() == pytest.approx(billions * 1e9, rel=0.02)
 
 
 @pytest.mark.parametrize("name", list(model_presets()))

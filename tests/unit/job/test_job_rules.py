@@ -359,3 +359,46 @@ def test_every_number_has_a_least_and_a_largest_value() -> None:
         for text in bounds(part, f"{name}.{key}")
     ]
     assert found == []
+
+
+EXPERTS = (
+    "model.family=qwen3_moe",
+    "model.num_experts=8",
+    "model.num_experts_per_tok=2",
+    "model.moe_intermediate_size=64",
+)
+
+
+def test_a_model_with_experts_has_the_defaults_of_its_family() -> None:
+    a = load(GOOD, *EXPERTS).architecture
+    assert (a.qkv_bias, a.qk_norm, a.norm_topk_prob, a.router_aux_loss_coef) == (False, True, True, 0.001)
+    assert load(load(GOOD, *EXPERTS).to_toml()).architecture == a
+    # A job without experts says nothing of them: runs made before they existed resume.
+    assert "expert" not in load(GOOD).to_toml().replace("expert = 1", "")
+    assert not [key for key in load(GOOD).identity() if "expert" in key or "router" in key]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "at", "message", "cure"),
+    [
+        (("model.num_experts_per_tok=9",), "--set model.num_experts_per_tok=9", "num_experts_per_tok 9 is more than num_experts 8", "model.num_experts_per_tok=8"),
+        (("model.moe_intermediate_size=40",), "--set model.moe_intermediate_size=40", "moe_intermediate_size 40 is not divisible by 8 x tensor 2", "model.moe_intermediate_size=48"),
+        (("model.num_experts=3",), "parallel.shard", "num_experts 3 is not divisible by shard 2: each rank's shard of a layer is whole experts", None),
+        (("parallel.context=2", "parallel.pipeline=1"), "--set parallel.context=2", "context 2 with experts is not supported", "parallel.context=1"),
+        (("train.compile=true",), "--set train.compile=true", "compile = true with experts is not supported", "train.compile=false"),
+    ],
+)  # fmt: skip
+def test_what_experts_need(overrides: tuple[str, ...], at: str, message: str, cure: str | None) -> None:
+    found = only_problem(*EXPERTS, *overrides)
+    assert message in found.message
+    assert found.hint
+    assert found.file == (at if at.startswith("--set") else "job.toml")
+    if cure is not None:
+        load(GOOD, *EXPERTS, *overrides, cure)
+
+
+def test_experts_belong_to_a_family_that_has_them() -> None:
+    found = only_problem("model.num_experts=8")
+    assert 'num_experts with family "qwen2": its models have no experts' in found.message
+    missing = only_problem("model.family=qwen3_moe")
+    assert "missing in [model]: num_experts, num_experts_per_tok, moe_intermediate_size" in missing.message

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from seatrial.base.box import Box
-from seatrial.job.architecture import Architecture, RopeScaling
+from seatrial.job.architecture import MIXTURE, Architecture, RopeScaling
 from seatrial.model.decoder import whole_shapes
 
 # With this context, theta and head width the wavelengths lie in all three ranges of the scaling:
@@ -34,10 +34,19 @@ def _case(family: str, heads: int, kv_heads: int, head_dim: int, vocab: int, **c
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": False,
         "qkv_bias": family == "qwen2",
-        "qk_norm": family == "qwen3",
+        "qk_norm": family.startswith("qwen3"),
     }
     return Architecture(**(values | changes))
 
+
+# With random weights some of so many experts get no position of a microbatch, and others many.
+EXPERTS: dict[str, Any] = {
+    "num_experts": 24,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+    "router_aux_loss_coef": 0.05,
+}
 
 ARCHITECTURES: dict[str, Architecture] = {
     "qwen2-mha": _case("qwen2", 4, 4, 12, 263),
@@ -51,6 +60,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3-gqa4": _case("qwen3", 4, 1, 16, 257, hidden_size=40),
     "qwen3-gqa2-tied": _case("qwen3", 6, 3, 12, 263, hidden_size=48, tie_word_embeddings=True),
     "qwen3-mha": _case("qwen3", 2, 2, 32, 263, hidden_size=40, num_hidden_layers=3),
+    "qwen3-moe-gqa2": _case("qwen3_moe", 4, 2, 16, 257, hidden_size=40, **EXPERTS),
+    "qwen3-moe-tied": _case(
+        "qwen3_moe", 4, 2, 16, 263, tie_word_embeddings=True, **(EXPERTS | {"norm_topk_prob": False})
+    ),
     "mistral-gqa4": _case("mistral", 4, 1, 16, 257, hidden_size=40, rms_norm_eps=1e-5),  # of examples/
 }
 
@@ -76,7 +89,7 @@ def random_tensors(arch: Architecture, seed: int = 0) -> dict[str, torch.Tensor]
         elif name.endswith(".bias"):
             tensors[name] = 0.5 * noise
         else:
-            tensors[name] = noise / shape[1] ** 0.5
+            tensors[name] = noise / shape[-1] ** 0.5
     return tensors
 
 
@@ -95,6 +108,7 @@ class Oracle:
             "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
             "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
             "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+            "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
             "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
         }
 
@@ -104,7 +118,9 @@ class Oracle:
         if arch.rope_scaling is not None:
             rope |= vars(arch.rope_scaling) | {"rope_type": "llama3"}
         config_class, _ = self._classes[arch.family]
+        mixture = {key: getattr(arch, key) for key in MIXTURE} if arch.num_experts else {}
         return config_class(
+            **mixture,
             vocab_size=arch.vocab_size,
             hidden_size=arch.hidden_size,
             intermediate_size=arch.intermediate_size,
@@ -129,7 +145,7 @@ class Oracle:
         config = self.config(arch)
         config._attn_implementation = "sdpa"
         model = self._classes[arch.family][1](config)
-        missing, unexpected = model.load_state_dict(tensors, strict=False)
+        missing, unexpected = model.load_state_dict(self.joined(tensors), strict=False)
         assert not unexpected
         assert set(missing) <= {"lm_head.weight"}
         model.tie_weights()
@@ -137,6 +153,16 @@ class Oracle:
         # `to` rounds the rotary frequencies as well, which `from_pretrained(dtype=...)` leaves in fp32.
         model.model.rotary_emb = type(model.model.rotary_emb)(config)
         return model.train()
+
+    @staticmethod
+    def joined(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The same with the experts' gate and up matrices in one parameter, as transformers has them."""
+        out = dict(tensors)
+        for name in tensors:
+            if name.endswith(".experts.gate_proj"):
+                up = name.replace("gate_proj", "up_proj")
+                out[name.replace("gate_proj", "gate_up_proj")] = torch.cat((out.pop(name), out.pop(up)), 1)
+        return out
 
     def save(self, model: Any, folder: Path, **options: Any) -> None:
         """`save_pretrained`."""

@@ -65,7 +65,7 @@ def test_logits_and_every_gradient_with_a_4d_mask(arch: Architecture, oracle: Or
     theirs = oracle.model(arch, tensors)
     ours = load_whole(arch, DictWeights(tensors)).train()
     expected = theirs(ids, attention_mask=_visible()).logits
-    logits = ours(ids, DOCUMENTS)
+    logits = ours(ids, document_BT=DOCUMENTS)
     assert _difference(logits, expected) <= LOGITS
     # It must have been another computation than the one without documents.
     assert _difference(ours(ids).detach()[:2], expected.detach()[:2]) > 0.05
@@ -73,11 +73,8 @@ def test_logits_and_every_gradient_with_a_4d_mask(arch: Architecture, oracle: Or
     for output in (logits, expected):
         F.cross_entropy(output[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
     gradients = {name: p.grad for name, p in theirs.named_parameters()}
-    apart = {
-        name: _difference(p.grad, gradients[name])
-        for own, p in ours.named_parameters()
-        if p.grad is not None and (name := stored_name(own, arch))
-    }
+    mine = {stored_name(n, arch): p.grad for n, p in ours.named_parameters() if p.grad is not None}
+    apart = {name: _difference(grad, gradients[name]) for name, grad in oracle.joined(mine).items()}
     assert apart.keys() == gradients.keys()
     assert {name: d for name, d in apart.items() if not d <= GRADIENTS} == {}
 
@@ -87,7 +84,7 @@ def test_a_packed_document_has_the_logits_it_has_alone(arch: Architecture) -> No
     ids = _ids(arch)
     model = load_whole(arch, DictWeights(random_tensors(arch)))
     with torch.no_grad():
-        packed = model(ids, DOCUMENTS)
+        packed = model(ids, document_BT=DOCUMENTS)
         for row, numbers in enumerate(DOCUMENTS):
             for number in numbers.unique().tolist():
                 here = (numbers == number).nonzero()[:, 0]
@@ -103,7 +100,7 @@ def test_recomputed_activations_give_the_same_gradients(arch: Architecture) -> N
         model = load_whole(arch, DictWeights(tensors)).train()
         for block in model.blocks:
             block.recompute = recompute
-        model(ids, DOCUMENTS).logsumexp(-1).sum().backward()
+        model(ids, document_BT=DOCUMENTS).logsumexp(-1).sum().backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
 
@@ -111,6 +108,10 @@ def test_recomputed_activations_give_the_same_gradients(arch: Architecture) -> N
 def test_bf16_stays_close(arch: Architecture) -> None:
     tensors, ids = random_tensors(arch), _ids(arch)
     with torch.no_grad():
-        exact = load_whole(arch, DictWeights(tensors))(ids, DOCUMENTS)
-        rounded = load_whole(arch, DictWeights(tensors), dtype=torch.bfloat16)(ids, DOCUMENTS).float()
-    assert ((rounded - exact).norm() / exact.norm()).item() <= 0.04
+        exact = load_whole(arch, DictWeights(tensors))(ids, document_BT=DOCUMENTS)
+        rounded = load_whole(arch, DictWeights(tensors), dtype=torch.bfloat16)(
+            ids, document_BT=DOCUMENTS
+        ).float()
+    # Rounding sends some positions to other experts.
+    most = 0.15 if arch.num_experts else 0.04
+    assert ((rounded - exact).norm() / exact.norm()).item() <= most

@@ -18,6 +18,7 @@ from seatrial.base.box import Box
 from seatrial.base.errors import InputError, RunFailed
 from seatrial.job.huggingface import read_config
 from seatrial.model.decoder import whole_shapes
+from seatrial.model.expert_files import file_shapes
 from seatrial.model.generate import load_whole
 from seatrial.model.hf import INDEX, WEIGHTS, HuggingFaceWeights
 from seatrial.model.hf_write import plan_shards, write_huggingface
@@ -99,6 +100,48 @@ def test_transformers_reads_what_we_write(
     write_huggingface(weights, arch, tmp_path / "again", max_shard_bytes=limit)
     for path in out.iterdir():
         assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes()
+
+
+@pytest.mark.parametrize("shard", ["5GB", "20KB"])
+def test_experts_from_transformers_and_back(shard: str, oracle: Oracle, tmp_path: Path) -> None:
+    """In files each matrix of each expert is a tensor of its own, in transformers and in ours several are one."""
+    arch = ARCHITECTURES["qwen3-moe-gqa2"]
+    model = oracle.model(arch, random_tensors(arch), torch.bfloat16)
+    oracle.save(model, tmp_path / "theirs", max_shard_size=shard)
+    weights = HuggingFaceWeights(tmp_path / "theirs")
+    weights.check(arch)
+    assert read_config(tmp_path / "theirs") == arch
+    expected = random_tensors(arch)
+    for name, shape in whole_shapes(arch).items():
+        whole = weights.read(name, Box.whole(shape), torch.bfloat16)
+        assert same_bytes(whole, expected[name].to(torch.bfloat16)), name
+        box = Box.whole(shape).narrow(0, 1, shape[0] - 3).narrow(len(shape) - 1, 2, shape[-1] - 5)
+        assert same_bytes(weights.read(name, box, torch.bfloat16), whole[box.slices()]), name
+
+    write_huggingface(weights, arch, tmp_path / "ours", max_shard_bytes=20_000)
+    before, after = _tensors(tmp_path / "theirs"), _tensors(tmp_path / "ours")
+    assert before.keys() == after.keys() == file_shapes(arch).keys()
+    assert all(same_bytes(before[name], after[name]) for name in before)
+    again = dict(oracle.load(tmp_path / "ours").named_parameters())
+    assert all(same_bytes(again[name], p) for name, p in model.named_parameters())
+
+
+def test_a_missing_expert_and_one_of_another_size_are_named(tmp_path: Path) -> None:
+    arch = ARCHITECTURES["qwen3-moe-gqa2"]
+    source = DictWeights(random_tensors(arch))
+    write_huggingface(source, arch, tmp_path / "whole", dtype="float32")
+    tensors = load_file(tmp_path / "whole" / WEIGHTS)
+    del tensors["model.layers.1.mlp.experts.23.up_proj.weight"]
+    name = "model.layers.0.mlp.experts.7.down_proj.weight"
+    tensors[name] = tensors[name][:, 1:].contiguous()
+    with pytest.raises(InputError) as caught:
+        HuggingFaceWeights(_saved(tmp_path / "m", tensors)).check(arch)
+    assert "model.layers.1.mlp.experts.23.up_proj.weight is missing" in _problems(caught)
+    assert f"{name} has shape [40, 23], the model needs [40, 24]" in _problems(caught)
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {k: v for f in folder.glob("*.safetensors") for k, v in load_file(f).items()}
 
 
 def test_from_transformers_and_back(oracle: Oracle, tmp_path: Path) -> None:

@@ -37,6 +37,20 @@ def test_any_split_gives_the_same_bits(parts: int, dtype: torch.dtype) -> None:
             assert same_bytes(torch.cat(pieces, dim), tensor)
 
 
+def test_any_split_of_experts_gives_the_same_bits() -> None:
+    arch = ARCHITECTURES["qwen3-moe-gqa2"]
+    source = RandomWeights(arch, 1)
+    for name, tensor in _whole(arch).items():
+        for dim in range(tensor.ndim):
+            whole = Box.whole(tensor.shape)
+            boxes = [whole.narrow(dim, *chunk(tensor.shape[dim], 3, i)) for i in range(3)]
+            pieces = [source.read(name, box, torch.float32) for box in boxes]
+            assert same_bytes(torch.cat(pieces, dim), tensor), name
+    experts = _whole(arch)["model.layers.0.mlp.experts.down_proj"]
+    assert len({e.numpy().tobytes() for e in experts}) == arch.num_experts
+    assert abs(experts.std().item() / (0.02 / (2 * arch.num_hidden_layers) ** 0.5) - 1) < 0.05
+
+
 def test_a_box_across_two_blocks_and_an_empty_one() -> None:
     tensor, source, rows = _whole()[EMBEDDING], RandomWeights(ARCH, 1), initialise._ROWS
     box = Box((rows - 3, 5), (rows + 7, 11))

@@ -34,6 +34,18 @@ def test_matmul_flops_and_memory_are_recorded() -> None:
     assert sum(seen.timeline._sizes.values()) == 0
 
 
+def test_flops_of_products_that_torch_does_not_count() -> None:
+    x_SD, weight_XFD = torch.ones(12, 8), torch.ones(3, 16, 8)
+    end_X = torch.tensor([4, 4, 12], dtype=torch.int32)
+    with recorder() as seen:
+        y_SF = torch.nn.functional.grouped_mm(x_SD, weight_XFD.transpose(1, 2), offs=end_X)
+        torch.nn.functional.grouped_mm(x_SD.t(), y_SF, offs=end_X)
+    assert seen.counts.flops == {("forward", "matmul"): 2 * 2 * 12 * 8 * 16}
+    with recorder() as seen:
+        torch.ones(3, 7).addmm_(torch.ones(3, 5), torch.ones(5, 7))
+    assert seen.counts.flops == {("forward", "matmul"): 2 * 3 * 5 * 7}
+
+
 def test_attention_flops_use_full_scores_and_5_backward_matmuls() -> None:
     q, k = (torch.ones(2, 4, 8, 16, requires_grad=True) for _ in range(2))
     seen = recorder()

@@ -242,3 +242,15 @@ def test_a_failed_dry_run_loses_no_finished_plan(
 def test_a_picture_that_cannot_be_made_loses_no_json(capsys: Captured) -> None:
     assert main(["plan", CPU, "--svg", "c.svg", "--json"]) == 2
     assert json.loads(capsys.readouterr().out)["own"]["prediction"] is None
+
+
+def test_the_speed_of_experts_is_unknown_and_other_stacks_are_refused(capsys: Captured) -> None:
+    keys = ("model.preset=qwen3-30b-a3b", "model.num_hidden_layers=4", "train.compile=false")
+    experts = ("--own", *(word for key in keys for word in ("--set", key)))
+    assert main(["plan", SMALL, *experts, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["own"]["memory_bytes"]["parameters"] > 0
+    assert found["own"]["prediction"] is None
+    assert "mixture of experts is not modelled" in found["own"]["why_unknown"]
+    assert main(["plan", SMALL, *experts, "--stack", "nemo"]) == 2
+    assert "experts of the stack nemo are not modelled" in capsys.readouterr().err

@@ -21,6 +21,14 @@ def test_a_quarter_of_qwen() -> None:
     assert less.vocab_size == QWEN.vocab_size
 
 
+def test_a_quarter_of_a_model_with_experts() -> None:
+    whole = model_presets()["qwen3-30b-a3b"]
+    less = smaller(whole, 0.25, tensor=2, stages=4)
+    assert less.moe_intermediate_size == whole.moe_intermediate_size // 4
+    assert (less.num_experts, less.num_experts_per_tok) == (128, 8)
+    assert smaller(QWEN, 0.25, tensor=2, stages=4).moe_intermediate_size == 0
+
+
 @given(
     factor=st.floats(0.001, 0.999),
     tensor=st.sampled_from([1, 2, 4, 8]),

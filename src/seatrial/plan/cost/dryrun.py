@@ -112,11 +112,16 @@ def dry_run(
     on "cuda" is torch's `torch.cuda.max_memory_allocated`; memory of CUDA, NCCL and cuBLAS, and fragmentation, are not
     included.
 
-    Raises InputError for a rank that does not exist, RunFailed if a process was killed by a signal or timed out,
+    Raises InputError for a rank that does not exist and for experts in fp32, RunFailed if a process was killed by a signal or timed out,
     InternalError if it failed.
     """
     world = job.layout.world_size
     wanted = one_of_each(job) if ranks is None else list(ranks)
+    if job.architecture.num_experts and job.train.precision != "bf16":
+        raise InputError(
+            "the dry run cannot trace experts in fp32: torch has shapes without data of grouped matrix products in bf16 only",
+            hint='set train.precision = "bf16" for the dry run',
+        )
     wrong = [r for r in wanted if not 0 <= r < world]
     if wrong:
         raise InputError(f"there is no rank {wrong[0]}: the layout has ranks 0 to {world - 1}")

@@ -104,8 +104,8 @@ def neighbours(layout: Layout, rank: int) -> int:
 
 
 def layer_share(model: Architecture, tensor: int) -> float:
-    """Parameters of one layer on a tensor-parallel rank: all but norms are sharded."""
-    return (model.layer_parameters() - model.layer_norms) / tensor + model.layer_norms
+    """Parameters of one layer on a tensor-parallel rank: all but norms and the experts' router are sharded."""
+    return (model.layer_parameters() - model.layer_replicated) / tensor + model.layer_replicated
 
 
 def rank_parameters(model: Architecture, recipe: Recipe, rank: int) -> float:
@@ -187,6 +187,10 @@ def _backward(base: Memory, model: Architecture, recipe: Recipe, stack: Stack, r
     layer = layer_share(model, recipe.layout.tensor)
     whole = layer_activations(model, recipe, stack)
     transient = (recipe.width + 4) * layer if _reduces_at_once(recipe, stack) else 0.0
+    if model.num_experts and not transient and recipe.sharding == "full":
+        transient = (
+            recipe.width * layer
+        )  # as computed, before it is added to what is accumulated: much with experts
     # The stage's last layers, up to the last one that is recomputed: (activations, gradients being reduced). A recomputed
     # layer holds all its activations; otherwise only gradients of activations are added.
     freed, points = 0, []
@@ -337,11 +341,12 @@ def _kept(model: Architecture, recipe: Recipe, stack: Stack) -> float:
     if recipe.recompute == "alternate":
         return (whole + kept_input) / 2
     # q, v, outputs of gate and down projection, attention, the layer's input; torchtitan saves every second GEMM.
-    wide = 2 * model.query_width + model.kv_width + model.intermediate_size
+    wide = 2 * model.query_width + model.kv_width + model.ffn_width
     scale = 0.0
     if recipe.recompute == "selective":
         # q, k, v, attention with its log-sum-exp, outputs of o, gate and up projection, the layer's input.
         wide = 2 * model.query_width + 2 * model.kv_width + model.ffn_in
+        wide += model.num_experts * recipe.layout.tensor  # the router's, of all positions on each rank
         scale = 4.0 * recipe.tokens * model.num_attention_heads / recipe.layout.tensor
     elif recipe.recompute != "operators":
         return whole
@@ -386,7 +391,7 @@ def _eight_bit_weights(model: Architecture, recipe: Recipe, stack: Stack, rank: 
 def layer_activations(model: Architecture, recipe: Recipe, stack: Stack) -> float:
     """Bytes that one layer saves for one microbatch without recomputation."""
     t, n, width = recipe.tokens, recipe.layout.tensor, recipe.width
-    D, F, NH, KH = model.hidden_size, model.intermediate_size, model.query_width, model.kv_width
+    D, F, NH, KH = model.hidden_size, model.ffn_width, model.query_width, model.kv_width
     scale = 4.0 * t * model.num_attention_heads / n
     if stack.layer_states == "ours":
         mlp = 4 if model.gated else 2
@@ -398,6 +403,9 @@ def layer_activations(model: Architecture, recipe: Recipe, stack: Stack) -> floa
             keys *= recipe.context  # gathered
             heads += NH  # attention's output, of each chunk and joined
         inputs = 2 * D / n if stack.name in OURS else 2 * D
+        if model.num_experts:
+            mlp = 5  # also times the experts' weights
+            scale += _routing(model, recipe)
         return width * t * (2 * D / n + inputs + (heads + keys + mlp * F) / n) + scale + 8.0 * t / n
     own = n if recipe.sequence_parallel else 1
     if stack.layer_states == "megatron-2021":
@@ -409,6 +417,17 @@ def layer_activations(model: Architecture, recipe: Recipe, stack: Stack) -> floa
     if recipe.precision == "fp8":  # GEMM inputs are saved in 8 bits; attention's output in both widths
         kept -= t * (2 * D / own + F / n - NH / n)
     return kept
+
+
+def _routing(model: Architecture, recipe: Recipe) -> float:
+    """Bytes that a layer with experts saves besides what their products and activations do; the same on all tensor ranks.
+
+    The positions gathered for the router, and again in the order of the experts; the router's probabilities; of each
+    position and expert its index (8 bytes), its place in the order and back (16), its weight in fp32 and as it is applied.
+    """
+    t, n, width, k = recipe.tokens, recipe.layout.tensor, recipe.width, model.num_experts_per_tok
+    gathered = 1 - 1 / n  # instead of this rank's positions
+    return t * (width * model.hidden_size * (gathered + k) + 4 * model.num_experts + (28 + width) * k)
 
 
 def _messages(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> float:

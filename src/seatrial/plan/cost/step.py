@@ -331,13 +331,17 @@ def rank_traffic(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Sta
     width = r.width
     hidden = width * r.tokens * model.hidden_size
     # A layer has two all-gathers and two reduce-scatters, forward and backward; embedding and head one collective in each.
-    # Ours has two more all-gathers for the weight gradients.
+    # Ours has two more all-gathers for the weight gradients; what experts gather is kept, or gathered again by selective
+    # recomputation.
     again, keys_again = REDONE[r.recompute][3:]
     if r.recompute == "full" and stack.layer_states == "ours":
         again = EARLY_STOP
     share = r.recomputed_of(layout.rank_layers(rank, model.num_hidden_layers)) / layers
     ends = (rank == 0) + (rank == layout.pipeline - 1)
-    messages = layers * (4 * (2 + share * again) + 2 * (stack.name in OURS)) + 2 * ends
+    regathers = 2.0 * (stack.name in OURS)
+    if model.num_experts:
+        regathers += share * (r.recompute == "selective") - 1
+    messages = layers * (4 * (2 + share * again) + regathers) + 2 * ends
     if (
         rank == layout.pipeline - 1 > 0
         and stack.name in OURS

@@ -124,14 +124,17 @@ def _pairs(model: Architecture, recipe: Recipe, shape: Cluster, step: RankStep) 
 def _products(model: Architecture, recipe: Recipe, rank: int) -> float:
     """FLOPs of a rank's matrix products in a step: forward, twice that backward, and recomputation.
 
-    Recomputation stops before the layer's last GEMM (torch.utils.checkpoint), whose output is not needed.
+    Recomputation stops before the layer's last GEMM (torch.utils.checkpoint), whose output is not needed; but not that of
+    experts, after which the order of the positions is kept for the backward pass.
     """
     tokens = recipe.tokens * recipe.microbatches / recipe.layout.tensor
     layers = sum(recipe.layout.rank_layers(rank, model.num_hidden_layers))
     one = 6.0 * model.layer_matrix_parameters()
-    again = 0.0
+    last = 2.0 * model.ffn_width * model.hidden_size
+    again = last if model.num_experts and recipe.recompute != "none" else 0.0
     if recipe.recompute == "full":
-        again = 2.0 * (model.layer_matrix_parameters() - model.intermediate_size * model.hidden_size)
+        again += 2.0 * model.layer_matrix_parameters() - last
+    if again:
         again *= recipe.recomputed_of(recipe.layout.rank_layers(rank, model.num_hidden_layers))
     head = 6.0 * model.embedding_parameters() if rank == recipe.layout.pipeline - 1 else 0.0
     return tokens * (layers * one + again + head)

@@ -45,7 +45,7 @@ _BACKWARD_ATTENTION = {
     _aten._scaled_dot_product_flash_attention_backward,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward,
 }
-_MATMUL = {_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm}
+_MATMUL = {_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.addmm_, _aten._grouped_mm}
 
 
 @dataclass
@@ -198,6 +198,12 @@ class Recorder(TorchDispatchMode):
             self.counts.flops[self.phase, "attention"] += 2 * _attention_product(args[0], args[1])
         elif packet in _BACKWARD_ATTENTION:
             self.counts.flops[self.phase, "attention"] += 5 * _attention_product(args[1], args[2])
+        elif (
+            packet is _aten.addmm_
+        ):  # of the head's loss, part by part; torch counts the one that is not in place
+            self.counts.flops[self.phase, "matmul"] += 2 * args[1].numel() * args[2].shape[-1]
+        elif packet is _aten._grouped_mm:  # rows x matrices, or for the weights' gradient columns x rows
+            self.counts.flops[self.phase, "matmul"] += 2 * args[0].numel() * args[1].shape[-1]
         elif packet in flop_registry:
             kind = "matmul" if packet in _MATMUL else "other"
             self.counts.flops[self.phase, kind] += flop_registry[packet](*args, **kwargs, out_val=result)

@@ -271,8 +271,9 @@ class Marks:
             return hook
 
         def backward(where: str) -> Any:
-            def hook(_module: nn.Module, _args: Any, out: Tensor) -> None:
-                self._when_gradient(out, f"backward {number} {microbatch} {where}")
+            def hook(_module: nn.Module, _args: Any, out: Any) -> None:
+                hidden = out[0] if isinstance(out, tuple) else out  # beside it, what experts' routers return
+                self._when_gradient(hidden, f"backward {number} {microbatch} {where}")
 
             return hook
 

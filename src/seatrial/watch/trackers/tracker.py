@@ -55,6 +55,7 @@ def values_of(record: MetricsRecord) -> dict[str, float]:
     found = {
         "train/loss": record.loss,
         "train/grad_norm": record.grad_norm,
+        "train/router_aux_loss": record.router_aux_loss,
         "train/lr": record.lr,
         "train/tokens": record.tokens,
         "validation/loss": record.validation_loss,
