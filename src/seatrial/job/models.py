@@ -23,6 +23,7 @@ def family_defaults(name: str) -> dict[str, Any]:
         **family.switches,
         "rope_scaling": None,
         "initializer_range": 0.02,
+        "lora": None,
     }
 
 

@@ -16,7 +16,8 @@ from torch.distributed import ProcessGroup
 from seatrial.base.box import Box
 from seatrial.model.decoder import Decoder
 from seatrial.parallel.collectives import AllGatherPositions, ReduceScatterPositions
-from seatrial.parallel.overlap_grad import Overlap, RowParallelLinear
+from seatrial.parallel.lora import adapted, row_parallel
+from seatrial.parallel.overlap_grad import Overlap
 
 _COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
 _ROW = ("o_proj", "down_proj")
@@ -25,11 +26,15 @@ _ROW = ("o_proj", "down_proj")
 def split_dimension(name: str) -> int | None:
     """The dimension of parameter `name` that tensor parallel splits; None where it is replicated.
 
-    Replicated are the norms. They see only part of the positions or heads, so their gradients must be summed over the
-    group: see `ParallelModel`.
+    Replicated are the norms, and of an adapter the matrix whose product with the other one is split. They see only part
+    of the positions or heads, so their gradients must be summed over the group: see `ParallelModel`.
     """
     module, _, kind = name.rpartition(".")
-    module = module.rpartition(".")[2]
+    *_, layer, module = "", *module.split(".")
+    if module == "lora_A":
+        return 1 if layer in _ROW else None
+    if module == "lora_B":
+        return 0 if layer in _COLUMN else None
     if module in _COLUMN:
         return 0  # output features: weight rows, and bias
     if module in _ROW:
@@ -98,10 +103,10 @@ def apply_tensor_parallel(
     # One all-gather for q, k and v, and one for gate and up.
     for block in model.blocks:
         attention, mlp = block.self_attn, block.mlp
-        attention.project = overlap.project_in_order
-        attention.o_proj = RowParallelLinear(attention.o_proj.get_parameter("weight"), overlap, in_order=True)
-        mlp.project = overlap.project
-        mlp.down_proj = RowParallelLinear(mlp.down_proj.get_parameter("weight"), overlap, in_order=False)
+        attention.project = adapted(overlap.project_in_order, overlap, in_order=True)
+        attention.o_proj = row_parallel(attention.o_proj, overlap, in_order=True)
+        mlp.project = adapted(overlap.project, overlap, in_order=False)
+        mlp.down_proj = row_parallel(mlp.down_proj, overlap, in_order=False)
     trunk = model.model
     if trunk.embed_tokens is not None:
         trunk.embed_tokens = VocabParallelEmbedding(trunk.embed_tokens.get_parameter("weight"), group, rank)
