@@ -178,20 +178,21 @@ class Architecture:
             return 0.0
         adapters = 6.0 * self.num_hidden_layers * self.adapter_parameters()
         unneeded = self.first_layer_unneeded()
-        return 2.0 * (self.matmul_parameters() + unneeded[0]) + 2 * attention * unneeded[1] - adapters
+        return 2.0 * (self.matmul_parameters() + unneeded[0]) + 2 * attention * (unneeded[1] > 1) - adapters
 
-    def first_layer_unneeded(self) -> tuple[int, bool]:
+    def first_layer_unneeded(self) -> tuple[int, int]:
         """With LoRA: what has no input gradient in the first layer, because nothing before it is trained.
 
-        (parameters of the matrix products, A included; whether attention has no backward pass at all).
+        (parameters of the matrix products, A included; how many of the four steps: q, k and v; o; gate and up; down).
+        Attention has no backward pass where that is more than one.
         """
         assert self.lora is not None
         widths, unneeded = self.projections(), 0
         steps = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
-        for number, names in enumerate(steps):
+        for number, names in enumerate(steps, 1):
             unneeded += sum(a * b for a, b in (widths[name] for name in names))
             if adapted := [name for name in names if name in self.lora.targets]:
-                return unneeded + self.lora.rank * sum(widths[name][0] for name in adapted), number > 0
+                return unneeded + self.lora.rank * sum(widths[name][0] for name in adapted), number
         raise ValueError("LoRA without targets")
 
     def as_dict(self) -> dict[str, Any]:

@@ -270,15 +270,6 @@ def _smaller_microbatch(batch: int, replicas: int, pipeline: int) -> str:
     return f", or microbatch = {micro}" if micro and batch % (replicas * pipeline * micro) == 0 else ""
 
 
-def _lora_auto(facts: Facts) -> Iterator[RuleViolation]:
-    if facts.job.parallel == "auto" and facts.job.model.lora is not None:
-        yield RuleViolation(
-            ("parallel", "model.lora"),
-            'parallel = "auto" with [model.lora]: the planner knows the memory of LoRA but not its speed, by which it chooses',
-            "write [parallel] with the sizes; `seatrial plan JOB` shows whether they fit",
-        )
-
-
 def _expert(facts: Facts) -> Iterator[RuleViolation]:
     if _parallel(facts).expert > 1:
         yield RuleViolation(
@@ -302,5 +293,4 @@ LAYOUT_RULES: tuple[Callable[[Facts], Iterator[RuleViolation]], ...] = (
     _split_backward_accumulate,
     _batch,
     _expert,
-    _lora_auto,
 )

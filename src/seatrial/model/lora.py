@@ -34,7 +34,8 @@ class LoraLinear(nn.Linear):
         self.scale = lora.scale
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.scale * self.lora_B(self.lora_A(x))
+        # The adapter first: recomputation then stops before the product with W, whose result no gradient needs.
+        return self.scale * self.lora_B(self.lora_A(x)) + super().forward(x)
 
 
 def add_adapters(block: nn.Module, lora: Lora) -> None:

@@ -284,7 +284,8 @@ def build_stage(
         if settings.activation_checkpointing != "none":
             block.recompute = number % settings.recompute_every_layers == 0
         if settings.activation_checkpointing == "selective":
-            keep_products(block, arch.intermediate_size // layout.tensor)
+            rank = None if arch.lora is None else arch.lora.rank
+            keep_products(block, arch.intermediate_size // layout.tensor, rank)
         if settings.compile:
             block.compile(fullgraph=True)  # a graph break would silently cost speed
     if data_mesh is not None:

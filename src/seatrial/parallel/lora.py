@@ -69,4 +69,4 @@ class _LoraRowParallelLinear(RowParallelLinear):
             low_Btr = reduce_scatter_positions_op(low_BTr, overlap.name)
         else:
             low_Btr = ReduceScatterPositions.apply(low_BTr, overlap.group)
-        return super().forward(h_BTO) + self.scale * self.lora_B(low_Btr)
+        return self.scale * self.lora_B(low_Btr) + super().forward(h_BTO)  # in this order: as in `LoraLinear`

@@ -11,7 +11,7 @@ from seatrial.job.loss_rows import loss_rows
 from seatrial.job.schedules import schedule_named
 from seatrial.plan.cost.calibration import UNIT_FACTORS, Factors
 from seatrial.plan.cost.collectives import Fabric
-from seatrial.plan.cost.kernels import Kernels
+from seatrial.plan.cost.kernels import Kernels, UnknownSpeedError
 from seatrial.plan.cost.overlap import (
     OURS,
     exposed_gather,
@@ -114,7 +114,9 @@ def work(
     pace: float,
     factors: Factors = UNIT_FACTORS,
 ) -> Work:
-    """Work of a microbatch. `pace` multiplies all kernel times, `factors` those of some kinds."""
+    """Work of a microbatch. `pace` multiplies all kernel times, `factors` those of some kinds. Raises UnknownSpeedError."""
+    if model.lora is not None:
+        raise UnknownSpeedError("no training run with LoRA was measured")
     kernels = Kernels(fabric.cluster.gpu, recipe.precision, stack.attention)
     return _WorkBuilder(model, recipe, fabric, stack, kernels, pace, factors).build()
 
