@@ -76,4 +76,4 @@ class MergedWeights:
         b_Or = self._source.read(layer + B, Box((rows[0], 0), (rows[1], rank)), torch.float32)
         a_rI = self._source.read(layer + A, Box((0, columns[0]), (rank, columns[1])), torch.float32)
         weight_OI = self._source.read(name, box, torch.float32)
-        return weight_OI.addmm_(b_Or, a_rI, alpha=self._lora.scale).to(dtype)
+        return torch.addmm(weight_OI, b_Or, a_rI, alpha=self._lora.scale).to(dtype)
