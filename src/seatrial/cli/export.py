@@ -223,7 +223,8 @@ def _write(
                 if args.adapter:
                     if arch.lora is None:
                         raise InputError(
-                            f"{candidate.where} has no adapter: its run had no [model.lora]", hint="remove --adapter"
+                            f"{candidate.where} has no adapter: its run had no [model.lora]",
+                            hint="remove --adapter",
                         )
                     written = write_adapter(
                         weights,

@@ -100,6 +100,7 @@ def architecture_from_config(config: dict[str, Any], *, file: str = "config.json
         **family.switches,
         rope_scaling=_rope_scaling(rope),
         initializer_range=float(value("initializer_range", 0.02)),
+        lora=None,
     )
 
 

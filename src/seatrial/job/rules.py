@@ -164,7 +164,8 @@ def _init_from(facts: Facts) -> Iterator[RuleViolation]:
         f"{key} is {getattr(theirs, key)} in the checkpoint and {getattr(facts.architecture, key)} in [model]"
         for key in SIZES
         # The initialisation of fresh weights does not matter for weights that are loaded, and adapters are added to them.
-        if key not in ("initializer_range", "lora") and getattr(theirs, key) != getattr(facts.architecture, key)
+        if key not in ("initializer_range", "lora")
+        and getattr(theirs, key) != getattr(facts.architecture, key)
     ]
     if differing:
         yield RuleViolation(
@@ -181,7 +182,9 @@ def _lora(facts: Facts) -> Iterator[RuleViolation]:
     for number, target in enumerate(given.targets):
         if target in given.targets[:number]:
             yield RuleViolation(
-                (f"model.lora.targets.{number}", "model.lora"), f"targets has {target} twice", "remove one"
+                (f"model.lora.targets.{number}", "model.lora.targets", "model.lora"),
+                f"targets has {target} twice",
+                "remove one",
             )
     widths = facts.architecture.projections()
     most, narrowest = min((min(widths[target]), target) for target in given.targets)

@@ -78,6 +78,8 @@ from seatrial.job.schema import JobFile
             "high_freq_factor 4 is not greater than low_freq_factor 4",
             None,
         ),
+        (("model.lora.rank=65", "model.lora.alpha=16"), "--set model.lora.rank=65", "rank 65 is more than the 64 of k_proj", "model.lora.rank=64"),
+        (('model.lora={rank=4, alpha=8, targets=["q_proj", "q_proj"]}',), '--set model.lora={rank=4, alpha=8, targets=["q_proj", "q_proj"]}', "targets has q_proj twice", None),
         (("optimizer.lr=0.5", "optimizer.weight_decay=2.0"), "--set optimizer.weight_decay=2.0", "lr 0.5 x weight_decay 2 = 1", "optimizer.weight_decay=1.9"),
         (("optimizer.name=adamw_bf16", "optimizer.beta2=0.999"), "--set optimizer.beta2=0.999", "beta2 0.999 is too close to 1 for adamw_bf16", "optimizer.beta2=0.99"),
         (("optimizer.clip_norm=1e-30",), "--set optimizer.clip_norm=1e-30", "clip_norm 1e-30 is too small", "optimizer.clip_norm=0"),

@@ -56,7 +56,9 @@ def test_merged_weights_give_the_logits_of_the_adapters(
         base = load_whole(arch.base, source)(ids)
         write_huggingface(MergedWeights(source, arch), arch.base, tmp_path / "merged")
         theirs = oracle.auto.from_pretrained(tmp_path / "merged", dtype=torch.float32)(ids).logits
-    assert (ours - base).abs().max() > 0.1 * base.abs().max(), "adapters that change nothing would hide everything"
+    assert (ours - base).abs().max() > 0.1 * base.abs().max(), (
+        "adapters that change nothing would hide everything"
+    )
     assert (ours - theirs).abs().max() < 1e-5 * theirs.abs().max()
     config = json.loads((tmp_path / "merged" / "config.json").read_text())
     assert "lora" not in config

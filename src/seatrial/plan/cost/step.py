@@ -379,7 +379,9 @@ def rank_traffic(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Sta
             at_root = each[0] if rank == 0 else each[-1]
             gathers += width * root * (at_root - before)
         data = cut * (gathers + stack.gradient_bytes * trained * _reductions(r, stack))
-        copies = stack.gradient_bytes * trained / r.shard_ranks * 2 * (layout.replicate - 1) / layout.replicate
+        copies = (
+            stack.gradient_bytes * trained / r.shard_ranks * 2 * (layout.replicate - 1) / layout.replicate
+        )
         copies *= _sums(r, stack)
     else:
         ranks = r.context * layout.data_parallel

@@ -114,7 +114,9 @@ def account(
     ]
     if masters:
         note = "fp32 copies that the optimizer updates"
-        lines.append(line("master weights", lambda m: m.optimizer * masters / state, note, masters, count=trained))
+        lines.append(
+            line("master weights", lambda m: m.optimizer * masters / state, note, masters, count=trained)
+        )
     if own := optimizer.state_bytes:
         note = f"{', '.join(optimizer.states)}: {optimizer.state_precision}"
         lines.append(line("moments", lambda m: m.optimizer * own / state, note, own, count=trained))
