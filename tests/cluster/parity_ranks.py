@@ -34,7 +34,9 @@ from seatrial.checkpoint.write import Piece
 from seatrial.job import loss_rows, parts
 from seatrial.job.architecture import Architecture
 from seatrial.job.layout import Layout
+from seatrial.job.lora import Lora
 from seatrial.job.schema import OptimizerSection
+from seatrial.model import lora
 from seatrial.model.hf import HuggingFaceWeights
 from seatrial.model.initialise import RandomWeights
 from seatrial.parallel import collectives, context, overlap, overlap_grad
@@ -84,7 +86,7 @@ EXPERTS: dict[str, Any] = {
 
 
 class NoisyWeights(RandomWeights):
-    """Random weights with norms that are not 1 and biases that are not 0, so that a lost gradient of one shows."""
+    """Random weights with norms that are not 1, biases and adapters that are not 0, so that a lost gradient of one shows."""
 
     def read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
         values = super().read(name, box, dtype)
@@ -93,6 +95,9 @@ class NoisyWeights(RandomWeights):
             generator = torch.Generator().manual_seed(sum(name.encode()))
             noise = 0.05 * torch.randn(size, generator=generator)
             values = values + noise[box.slices()[0]].to(dtype)
+        if name.endswith(lora.B):
+            generator = torch.Generator().manual_seed(sum(name.encode()))
+            values = 0.3 * torch.randn(self._shapes[name], generator=generator)[box.slices()].to(dtype)
         return values
 
 
@@ -137,6 +142,8 @@ def arch_of(case: dict[str, Any]) -> Architecture:
         arch = replace(arch, family="qwen3", qkv_bias=False, qk_norm=True)
     if case.get("family") == "qwen3_moe":
         arch = replace(arch, family="qwen3_moe", qkv_bias=False, qk_norm=True, **EXPERTS)
+    if "lora" in case:
+        arch = replace(arch, lora=Lora.of(case["lora"]))
     return arch
 
 
@@ -206,6 +213,9 @@ def train(case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
 
     def keep_gradients(lr: float, scale: Tensor | None) -> None:
         for s in model.shards:
+            if not s.trained:
+                assert s.grad is None, f"{s.name} is frozen and has a gradient"
+                continue
             assert s.grad is not None, f"{s.name} has no gradient"
             gradients.append((s.name, s.box, s.grad.clone()))
         optimizer.update = update  # type: ignore[method-assign]

@@ -114,6 +114,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "family": "qwen3_moe",
         "activation_checkpointing": "selective",
     },
+    "tp2-pp2-fsdp2-lora-selective": {
+        "layout": FULL,
+        "precision": "bf16",
+        "activation_checkpointing": "selective",
+        "lora": {"rank": 4, "alpha": 8.0, "targets": ["q_proj", "o_proj", "down_proj"]},
+    },
     "pp2-documents": {"layout": {"pipeline": 2}, "precision": "fp32", "documents": True, "layers": 2},
     "tp2-pp2-documents": {
         "layout": {"tensor": 2, "pipeline": 2},

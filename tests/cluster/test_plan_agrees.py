@@ -31,6 +31,7 @@ COMMON = (
     "train.microbatch=1",
     "train.sequence_length=1024",
 )
+LORA = ("model.lora.rank=16", "model.lora.alpha=32")
 LAYOUTS = {
     "sharded": ("train.global_batch=8", "train.activation_checkpointing=full"),
     "tensor, replicated, recomputed": (
@@ -58,6 +59,14 @@ LAYOUTS = {
         "train.global_batch=32",
         "train.activation_checkpointing=full",
         "train.accumulate=sharded",
+    ),
+    "lora": ("train.global_batch=32", *LORA, "train.activation_checkpointing=none"),
+    "lora, tensor, pipeline": (
+        "parallel.tensor=2",
+        "parallel.pipeline=2",
+        "train.global_batch=32",
+        "train.activation_checkpointing=selective",
+        *LORA,
     ),
     "zero-bubble": (
         "parallel.pipeline=2",
@@ -92,6 +101,7 @@ _LONG = (
     "tensor, pipeline",
     "interleaved",
     "sharded gradients",
+    "lora",
     "zero-bubble",
     "experts, tensor, pipeline",
 )

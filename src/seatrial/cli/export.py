@@ -76,6 +76,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="a tokenizer.json to copy (default: the one that the run was trained with)",
     )
+    parser.add_argument(
+        "--adapter",
+        action="store_true",
+        help="of a run with [model.lora]: write the adapter alone, as PEFT reads it, instead of the merged weights",
+    )
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 
 
@@ -106,7 +111,8 @@ def run(args: argparse.Namespace) -> int:
             "not_taken": provenance["not_taken"],
             "left_out_steps": provenance["left_out_steps"],
             "family": weights.arch.family,
-            "parameters": weights.arch.parameters(),
+            "parameters": weights.arch.base.parameters(),
+            "adapter": args.adapter,
             "dtype": written.dtype,
             "files": written.files,
             "weights_bytes": written.bytes,
@@ -121,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"note        {model_card.NEWEST[provenance['newest']]} Not taken: {not_taken}")
         if provenance["left_out_steps"]:
             print(f"skipped     {figures.steps(provenance['left_out_steps'])}")
-        print(f"model       {_model(weights)}, {written.dtype}")
+        print(f"model       {_model(weights, args.adapter)}, {written.dtype}")
         print(f"weights     {units.memory(written.bytes)} in {len(written.files)} file(s)")
         print(f"tokenizer   {note}")
     return EXIT_DONE
@@ -201,6 +207,8 @@ def _write(
     from seatrial.checkpoint.manifest import Damaged
     from seatrial.checkpoint.survey import InPlace
     from seatrial.model.hf_write import write_huggingface
+    from seatrial.model.lora import MergedWeights
+    from seatrial.model.lora_write import write_adapter
 
     damage: list[str] = []
     not_taken = [
@@ -211,16 +219,32 @@ def _write(
             weights = candidate.open()
             try:
                 provenance = _provenance(choice, weights, not_taken, not args.allow_older)
-                written = write_huggingface(
-                    weights,
-                    weights.arch,
-                    args.out,
-                    dtype=args.dtype,
-                    max_shard_bytes=args.max_shard,
-                    tokenizer=tokenizer,
-                    notes=model_card.notes(provenance, _model(weights)),
-                    progress=_Progress(),
-                )
+                arch, model = weights.arch, _model(weights, args.adapter)
+                if args.adapter:
+                    if arch.lora is None:
+                        raise InputError(
+                            f"{candidate.where} has no adapter: its run had no [model.lora]",
+                            hint="remove --adapter",
+                        )
+                    written = write_adapter(
+                        weights,
+                        arch,
+                        args.out,
+                        dtype=args.dtype,
+                        tokenizer=tokenizer,
+                        notes=model_card.notes(provenance, model, library="peft"),
+                    )
+                else:
+                    written = write_huggingface(
+                        weights if arch.lora is None else MergedWeights(weights, arch),
+                        arch.base,
+                        args.out,
+                        dtype=args.dtype,
+                        max_shard_bytes=args.max_shard,
+                        tokenizer=tokenizer,
+                        notes=model_card.notes(provenance, model),
+                        progress=_Progress(),
+                    )
             finally:
                 weights.close()
         except Damaged as error:
@@ -288,8 +312,13 @@ def _provenance(
     }
 
 
-def _model(weights: CheckpointWeights) -> str:
-    return f"{weights.arch.family}, {units.count(weights.arch.parameters())} parameters"
+def _model(weights: CheckpointWeights, adapter: bool) -> str:
+    arch = weights.arch
+    whole = f"{arch.family}, {units.count(arch.base.parameters())} parameters"
+    if arch.lora is None:
+        return whole
+    own = f"LoRA of rank {arch.lora.rank}, {units.count(arch.trained_parameters())} parameters"
+    return f"{own}, for {whole}" if adapter else f"{whole}, with {own} merged"
 
 
 def _tokenizer(given: Path | None, run_folder: RunFolder | None) -> tuple[Path | None, str]:

@@ -192,6 +192,9 @@ def _read(args: argparse.Namespace) -> tuple[PlanOptions, Job]:
         problems += error.diagnostics
     if job is None or wishes is None or problems:
         raise InputError(problems)
+    if job.architecture.lora is not None and args.stack != "seatrial":
+        message = f"the memory of LoRA in {args.stack} is unknown"
+        raise job.refusal("model.lora", message, "remove --stack, or the adapters")
     return wishes, job
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from seatrial.job.lora import Lora
+
 # The fields of a mixture of experts.
 MIXTURE = (
     "num_experts",
@@ -57,6 +59,7 @@ class Architecture:
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = False  # the weights of a token's experts are scaled to add up to 1
     router_aux_loss_coef: float = 0.0
+    lora: Lora | None = None  # adapters; then only they are trained
 
     # A model of another stack has other values of these four (`plan/model/other_model.py`). They are no fields: no job
     # can choose them, and recorded architectures do not have them.
@@ -133,12 +136,32 @@ class Architecture:
         )
         return (*products, (h, self.num_experts)) if self.num_experts else products
 
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """(input width, output width) of a layer's linear layers by name, in the order of `lora.LORA_TARGETS`."""
+        h, q, kv, f = self.hidden_size, self.query_width, self.kv_width, self.intermediate_size
+        into = {"q_proj": (h, q), "k_proj": (h, kv), "v_proj": (h, kv), "o_proj": (q, h)}
+        return into | {"gate_proj": (h, f), "up_proj": (h, f), "down_proj": (f, h)}
+
+    def adapter_parameters(self, tensor: int = 1) -> int:
+        """Parameters of one layer's adapters on one of `tensor` tensor-parallel ranks.
+
+        Where the layer's outputs are split, so is B; where its inputs are, so is A. The other one is whole on each rank.
+        """
+        if self.lora is None:
+            return 0
+        total = 0
+        for target in self.lora.targets:
+            a, b = self.projections()[target]
+            a, b = (a // tensor, b) if target in ("o_proj", "down_proj") else (a, b // tensor)
+            total += self.lora.rank * (a + b)
+        return total
+
     def layer_matrix_parameters(self) -> int:
-        """Parameters of one layer in a token's matrix products."""
+        """Parameters of one layer in a token's matrix products, without adapters."""
         return self._layer_matrix_parameters
 
     def layer_parameters(self) -> int:
-        """Parameters of one decoder layer."""
+        """Parameters of one decoder layer, without adapters."""
         return self._layer_parameters
 
     # Cached: a search of layouts asks some hundred thousand times.
@@ -161,17 +184,26 @@ class Architecture:
         return self.vocab_size * self.hidden_size
 
     def parameters(self) -> int:
-        """All parameters; a tied embedding counts once."""
+        """All parameters, adapters included; a tied embedding counts once."""
         ends = self.embedding_parameters() * (1 if self.tie_word_embeddings else 2)
         ends += self.hidden_size * (1 + self.learned_positions)
-        return ends + self.num_hidden_layers * self.layer_parameters()
+        return ends + self.num_hidden_layers * (self.layer_parameters() + self.adapter_parameters())
+
+    def trained_parameters(self) -> int:
+        """Parameters that have gradients and optimizer state: all, or with LoRA those of the adapters."""
+        return self.parameters() if self.lora is None else self.num_hidden_layers * self.adapter_parameters()
+
+    @property
+    def base(self) -> Architecture:
+        """The same model without adapters."""
+        return self if self.lora is None else dataclasses.replace(self, lora=None)
 
     def active_parameters(self) -> int:
         """All parameters that one token uses: without the experts that it is not sent to."""
         return self.parameters() - self.num_hidden_layers * self._layer_idle_parameters
 
     def matmul_parameters(self) -> int:
-        """Parameters in a token's matrix products: the input embedding excluded, the output head included."""
+        """Parameters in a token's matrix products: the input embedding and adapters excluded, the output head included."""
         return self.num_hidden_layers * self.layer_matrix_parameters() + self.embedding_parameters()
 
     def attention_flops(self, sequence_length: int, *, causal: bool = True) -> float:
@@ -184,18 +216,50 @@ class Architecture:
 
         6 x parameters in matrix products + 6 x layers x heads x head_dim x sequence (causal attention: half of the
         score matrix), or 12 instead of that 6 with `full_attention`, the convention of the PaLM paper
-        (arXiv:2204.02311, appendix B) that many published numbers use.
+        (arXiv:2204.02311, appendix B) that many published numbers use. With LoRA frozen parameters count 4 x instead: they
+        have no weight gradients. What needs no input gradient in the first layer does not count either.
         """
         attention = self.attention_flops(sequence_length, causal=not full_attention) / sequence_length
-        return 6.0 * self.matmul_parameters() + 3 * self.num_hidden_layers * attention
+        return (
+            6.0 * self.matmul_parameters() + 3 * self.num_hidden_layers * attention - self._frozen(attention)
+        )
+
+    def _frozen(self, attention: float) -> float:
+        """How much less a token costs with LoRA, FLOPs; `attention`: forward, of one layer."""
+        if self.lora is None:
+            return 0.0
+        adapters = 6.0 * self.num_hidden_layers * self.adapter_parameters()
+        unneeded = self.first_layer_unneeded()
+        return 2.0 * (self.matmul_parameters() + unneeded[0]) + 2 * attention * (unneeded[1] > 1) - adapters
+
+    def first_layer_unneeded(self) -> tuple[int, int]:
+        """With LoRA: what has no input gradient in the first layer, because nothing before it is trained.
+
+        (parameters of the matrix products, A included; how many of the four steps: q, k and v; o; gate and up; down).
+        Attention has no backward pass where that is more than one.
+        """
+        assert self.lora is not None
+        widths, unneeded = self.projections(), 0
+        steps = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+        for number, names in enumerate(steps, 1):
+            unneeded += sum(a * b for a, b in (widths[name] for name in names))
+            if adapted := [name for name in names if name in self.lora.targets]:
+                return unneeded + self.lora.rank * sum(widths[name][0] for name in adapted), number
+        raise ValueError("LoRA without targets")
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for plan.json and manifests; `from_dict` reads them back.
 
-        Without experts nothing is said of them: records made before these fields existed stay equal.
+        Without experts or adapters nothing is said of them: records made before these fields existed stay equal.
         """
         values = dataclasses.asdict(self)
-        return values if self.num_experts else {k: v for k, v in values.items() if k not in MIXTURE}
+        if not self.num_experts:
+            values = {key: value for key, value in values.items() if key not in MIXTURE}
+        if self.lora is None:
+            del values["lora"]
+        else:
+            values["lora"]["targets"] = list(self.lora.targets)  # as JSON and TOML have it
+        return values
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Architecture:
@@ -203,4 +267,6 @@ class Architecture:
         values = dict(values)
         if values.get("rope_scaling") is not None:
             values["rope_scaling"] = RopeScaling(**values["rope_scaling"])
+        if values.get("lora") is not None:
+            values["lora"] = Lora.of(values["lora"])
         return cls(**values)

@@ -103,6 +103,7 @@ def architecture_from_config(config: dict[str, Any], *, file: str = "config.json
         rope_scaling=_rope_scaling(rope),
         initializer_range=float(value("initializer_range", 0.02)),
         **(_experts(config) if family.experts else {}),
+        lora=None,
     )
 
 

@@ -28,6 +28,7 @@ def family_defaults(name: str) -> dict[str, Any]:
         "moe_intermediate_size": 0,
         "norm_topk_prob": family.experts,
         "router_aux_loss_coef": 0.001 if family.experts else 0.0,
+        "lora": None,
     }
 
 

@@ -12,10 +12,11 @@ from seatrial.job.architecture import Architecture, RopeScaling
 from seatrial.job.families import family_named
 from seatrial.job.finding import RuleViolation
 from seatrial.job.huggingface import read_config
+from seatrial.job.lora import Lora
 from seatrial.job.models import family_defaults, model_presets
 from seatrial.job.numbers import next_multiple
 from seatrial.job.partial import Partial, UnreadableError
-from seatrial.job.schema import ModelSection, RopeScalingSection
+from seatrial.job.schema import LoraSection, ModelSection, RopeScalingSection
 
 SIZES = tuple(field.name for field in dataclasses.fields(Architecture))
 # Without these there is no model; the others have a default.
@@ -78,6 +79,8 @@ def _explicit(model: ModelSection) -> tuple[dict[str, Any], set[str]]:
             continue
         if isinstance(value, RopeScalingSection):
             value = RopeScaling(**value.model_dump())
+        if isinstance(value, LoraSection):
+            value = Lora.of(value.model_dump())
         if value is not None:
             explicit[key] = value
     return explicit, unreadable

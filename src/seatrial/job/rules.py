@@ -193,14 +193,53 @@ def _init_from(facts: Facts) -> Iterator[RuleViolation]:
     differing = [
         f"{key} is {getattr(theirs, key)} in the checkpoint and {getattr(facts.architecture, key)} in [model]"
         for key in SIZES
-        # The initialisation of fresh weights does not matter for weights that are loaded.
-        if key != "initializer_range" and getattr(theirs, key) != getattr(facts.architecture, key)
+        # The initialisation of fresh weights does not matter for weights that are loaded, and adapters are added to them.
+        if key not in ("initializer_range", "lora")
+        and getattr(theirs, key) != getattr(facts.architecture, key)
     ]
     if differing:
         yield RuleViolation(
             keys,
             f"init_from: the checkpoint is of a different model: {'; '.join(differing)}",
             f'read the model sizes from the same folder: hf = "{given}"',
+        )
+
+
+def _lora(facts: Facts) -> Iterator[RuleViolation]:
+    given = facts.job.model.lora
+    if given is None:
+        return
+    if facts.architecture.num_experts:
+        yield RuleViolation(
+            ("model.lora",),
+            "[model.lora] with experts is not supported in this version: adapters of experts are not implemented",
+            "remove [model.lora], or use a dense model",
+        )
+        return
+    for number, target in enumerate(given.targets):
+        if target in given.targets[:number]:
+            yield RuleViolation(
+                (f"model.lora.targets.{number}", "model.lora.targets", "model.lora"),
+                f"targets has {target} twice",
+                "remove one",
+            )
+    widths = facts.architecture.projections()
+    most, narrowest = min((min(widths[target]), target) for target in given.targets)
+    if given.rank > most:
+        yield RuleViolation(
+            ("model.lora.rank", "model.lora"),
+            f"rank {given.rank} is more than the {most} of {narrowest}: an adapter of that layer would have a higher rank than "
+            "its weight",
+            f"use rank = {most} or less, or leave {narrowest} out of targets",
+        )
+
+
+def _lora_weights(facts: Facts) -> Iterator[RuleViolation]:
+    if facts.job.model.lora is not None and facts.job.model.init_from is None:
+        yield RuleViolation(
+            ("model.lora",),
+            "[model.lora] without init_from: the frozen weights would be random",
+            "set model.init_from to the folder of a Hugging Face checkpoint",
         )
 
 
@@ -431,6 +470,7 @@ RULES: tuple[Rule, ...] = (
     _clip,
     _moments,
     _sequence_positions,
+    _lora,
     _warmup,
     _decay,
     _silence,
@@ -447,4 +487,4 @@ RULES: tuple[Rule, ...] = (
 )
 
 # Rules about this machine: a job for another machine can be read and planned without them.
-HERE_RULES: tuple[Rule, ...] = (_init_from,)
+HERE_RULES: tuple[Rule, ...] = (_init_from, _lora_weights)

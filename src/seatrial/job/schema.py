@@ -23,6 +23,7 @@ from seatrial.base.errors import InputError
 from seatrial.base.registry import Registry
 from seatrial.job.callbacks import CALLBACKS, METRICS
 from seatrial.job.families import FAMILIES
+from seatrial.job.lora import LORA_TARGETS, LoraTarget
 from seatrial.job.optimizers import ADAMW, OPTIMIZERS
 from seatrial.job.schedules import SCHEDULES
 from seatrial.job.schema_base import Section, Text
@@ -105,6 +106,18 @@ class RopeScalingSection(Section):
     original_max_position_embeddings: Count
 
 
+class LoraSection(Section):
+    """Low-rank adapters: they alone are trained, all other weights are frozen."""
+
+    rank: Annotated[int, Field(ge=1, le=10_000)] = Field(description="rank of the adapters")
+    alpha: Annotated[float, Field(gt=0, le=1_000_000)] = Field(
+        description="adapters are scaled by alpha / rank"
+    )
+    targets: Annotated[list[LoraTarget], Field(min_length=1)] = Field(
+        default=list(LORA_TARGETS), description="linear layers of a decoder layer that have an adapter"
+    )
+
+
 class ModelSection(Section):
     """Which model: a preset's name, or a Hugging Face config.json, or explicit sizes.
 
@@ -140,6 +153,9 @@ class ModelSection(Section):
     moe_intermediate_size: Size | None = None
     norm_topk_prob: bool | None = None
     router_aux_loss_coef: Annotated[float, Field(ge=0, le=1000)] | None = None
+    lora: LoraSection | None = Field(
+        default=None, description="train low-rank adapters of the weights of `init_from`, which are frozen"
+    )
 
 
 class DataSection(Section):

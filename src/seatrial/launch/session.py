@@ -245,8 +245,10 @@ def prepare_session(
 def _needed_bytes(job: Job) -> int:
     """Minimum space a start needs on the run folder's file system: records, and one checkpoint if stored there."""
     here = job.checkpoint.folder is None
-    saved = 4 + optimizer_named(job.optimizer.name).state_bytes  # fp32 weights and the optimizer's state
-    return _RECORDS_BYTES + here * saved * job.architecture.parameters()
+    arch = job.architecture
+    saved = 4 * arch.parameters()  # fp32 weights and the optimizer's state
+    saved += optimizer_named(job.optimizer.name).state_bytes * arch.trained_parameters()
+    return _RECORDS_BYTES + here * saved
 
 
 def _refuse_scheduled(folder: RunFolder) -> None:

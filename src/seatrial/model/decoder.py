@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from seatrial.job.architecture import Architecture, RopeScaling
+from seatrial.model.lora import add_adapters
 
 Projections = Callable[..., Sequence[Tensor]]
 """(x [B, T, D], modules) -> the output of each of these linear modules, [B, T, its own width]."""
@@ -372,6 +373,9 @@ class Decoder(nn.Module):
         self.model = Trunk(arch, self.layer_range, first=first, last=last)
         tied_here = arch.tie_word_embeddings and first
         self.lm_head = Head(arch, tied_here=tied_here) if last else None
+        if arch.lora is not None:
+            for block in self.blocks:
+                add_adapters(block, arch.lora)
         self.rotary = RotaryTable(arch)
         # Length of the whole sequence. Set where hidden states are a part of it (sequence and context parallel).
         self.sequence_length: int | None = None

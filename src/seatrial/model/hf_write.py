@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,14 +66,13 @@ def write_huggingface(
     """
     shapes = file_shapes(arch)
     family = family_named(arch.family)
-    dtypes = {name: _resolve(dtype, source, joined_name(name)) for name in shapes}
+    dtypes = {name: stored_dtype(dtype, source, joined_name(name)) for name in shapes}
     sizes = {n: Box.whole(shape).numel * dtypes[n].itemsize for n, shape in shapes.items()}
     total = sum(sizes.values())
     shards = plan_shards(sizes, max_shard_bytes)
     files = [_shard_name(i, len(shards)) for i in range(len(shards))]
-    temporary = _prepare(out, total, tokenizer)
-    try:
-        dtype_name = str(dtypes[EMBEDDING]).removeprefix("torch.")
+    dtype_name = str(dtypes[EMBEDDING]).removeprefix("torch.")
+    with new_folder(out, total, tokenizer, notes) as temporary:
         write_json(temporary / "config.json", config_from_architecture(arch, dtype_name))
         done = 0
         for file, names in zip(files, shards, strict=True):
@@ -89,6 +89,20 @@ def write_huggingface(
             write_json(
                 temporary / INDEX, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
             )
+    return Written(files, total, dtype_name)
+
+
+@contextmanager
+def new_folder(
+    out: Path, total: int, tokenizer: Path | None = None, notes: Mapping[str, str] | None = None
+) -> Iterator[Path]:
+    """A temporary folder, which becomes `out` at the end of the block, with tokenizer and notes; see `write_huggingface`.
+
+    `total`: bytes that the block writes.
+    """
+    temporary = _prepare(out, total, tokenizer)
+    try:
+        yield temporary
         for path in _tokenizer_files(tokenizer):
             shutil.copyfile(path, temporary / path.name)
         for name, text in (notes or {}).items():
@@ -102,7 +116,6 @@ def write_huggingface(
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return Written(files, total, dtype_name)
 
 
 def plan_shards(sizes: dict[str, int], limit: int) -> list[list[str]]:
@@ -124,7 +137,8 @@ def _shard_name(index: int, count: int) -> str:
     return WEIGHTS if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _resolve(dtype: torch.dtype | str, source: WeightSource, name: str) -> torch.dtype:
+def stored_dtype(dtype: torch.dtype | str, source: WeightSource, name: str) -> torch.dtype:
+    """The dtype in which parameter `name` of `source` is written; `dtype` as in `write_huggingface`."""
     if dtype == "stored":
         dtype_of: Callable[[str], torch.dtype] | None = getattr(source, "dtype", None)
         stored = torch.float32 if dtype_of is None else dtype_of(name)

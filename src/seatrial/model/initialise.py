@@ -12,7 +12,9 @@ from torch import Tensor
 
 from seatrial.base.box import Box
 from seatrial.job.architecture import Architecture
+from seatrial.model import lora
 from seatrial.model.expert_files import file_shapes, read_joined
+from seatrial.model.source import WeightSource
 
 # Rows drawn with one seed. Changing it changes every initial weight.
 _ROWS = 256
@@ -28,7 +30,8 @@ class RandomWeights:
     """The weight source of a model that is trained from scratch.
 
     Matrices are normal with `initializer_range`; those that write into the residual stream (o_proj, down_proj) are
-    scaled down by sqrt(2 x layers), as in GPT-2; norms are 1 and biases 0.
+    scaled down by sqrt(2 x layers), as in GPT-2; norms are 1 and biases 0. Of adapters A is uniform within 1 / sqrt(its
+    inputs), as in PEFT (Kaiming with a = sqrt(5)), and B is 0.
     """
 
     def __init__(self, arch: Architecture, seed: int) -> None:
@@ -43,7 +46,7 @@ class RandomWeights:
     def _read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
         if name.endswith("norm.weight"):
             return torch.ones(box.sizes, dtype=dtype)
-        if name.endswith(".bias"):
+        if name.endswith((".bias", lora.B)):
             return torch.zeros(box.sizes, dtype=dtype)
         std = self._arch.initializer_range
         if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -54,8 +57,23 @@ class RandomWeights:
         for block in range(first // _ROWS, -(-last // _ROWS)):
             start = block * _ROWS
             height = min(_ROWS, rows - start)
-            values = torch.randn(height, columns, generator=_generator(self._seed, name, block)) * std
+            generator = _generator(self._seed, name, block)
+            if name.endswith(lora.A):
+                values = (torch.rand(height, columns, generator=generator) * 2 - 1) / columns**0.5
+            else:
+                values = torch.randn(height, columns, generator=generator) * std
             lo, hi = max(first, start), min(last, start + height)
             part = values[lo - start : hi - start, box.offsets[1] : box.offsets[1] + box.sizes[1]]
             out[lo - first : hi - first] = part.to(dtype)
         return out
+
+
+class FreshAdapters:
+    """The weights of a base model with new adapters: the start of training with LoRA."""
+
+    def __init__(self, base: WeightSource, arch: Architecture, seed: int) -> None:
+        self._base, self._new = base, RandomWeights(arch, seed)
+
+    def read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
+        """The values of `box` of parameter `name`."""
+        return (self._new if lora.is_adapter(name) else self._base).read(name, box, dtype)

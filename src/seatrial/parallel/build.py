@@ -18,6 +18,7 @@ from seatrial.base.private import keep_compiler_private
 from seatrial.job.architecture import Architecture
 from seatrial.job.schema import Accumulate
 from seatrial.model.decoder import Decoder, stored_name, whole_shapes
+from seatrial.model.lora import freeze_base
 from seatrial.model.source import WeightSource
 from seatrial.parallel.context import apply_context_parallel, own_positions
 from seatrial.parallel.loss import LoadBalancing, cross_entropy
@@ -63,6 +64,11 @@ class Shard:
     holders: int  # ranks of one model replica that hold this same box, this one included
     owner: bool  # true in exactly one rank for each box: that rank saves it
     counted: bool  # its gradient counts in the norm (the second copy of a tied embedding does not)
+
+    @property
+    def trained(self) -> bool:
+        """Whether it has gradients: with LoRA only adapters have."""
+        return self.parameter.requires_grad
 
     @property
     def grad(self) -> Tensor | None:
@@ -132,7 +138,7 @@ class ParallelModel:
             loss = self._pipeline.forward_backward(ids_BT, target_BT, document_BT)
         else:
             loss = self._accumulate(ids_BT, target_BT, document_BT)
-        missing = [s.name for s in self.shards if s.box.numel and s.grad is None]
+        missing = [s.name for s in self.shards if s.trained and s.box.numel and s.grad is None]
         if missing:
             # Some combinations in torch silently lose gradients; training on would be wrong.
             raise InternalError(
@@ -288,6 +294,8 @@ def build_stage(
             in_parts=settings.async_tensor,
             opaque=settings.activation_checkpointing == "selective",
         )
+    if arch.lora is not None:
+        freeze_base(model)
     if mesh.context is not None:
         apply_context_parallel(model, mesh.context, mesh.context_rank, settings.sequence_length, mesh.device)
     if settings.compile:
@@ -297,7 +305,8 @@ def build_stage(
             block.recompute = number % settings.recompute_every_layers == 0
         if settings.activation_checkpointing == "selective":
             width = arch.moe_intermediate_size if arch.num_experts else arch.intermediate_size
-            keep_products(block, width // layout.tensor)
+            rank = None if arch.lora is None else arch.lora.rank
+            keep_products(block, width // layout.tensor, rank)
         if settings.compile:
             block.compile(fullgraph=True)  # a graph break would silently cost speed
     if data_mesh is not None:

@@ -101,11 +101,12 @@ def _(x: Tensor, group: str) -> Tensor:
 @torch.library.custom_op(
     "seatrial::reduce_scatter_positions", mutates_args=(), schema="(Tensor x, str group) -> Tensor"
 )
-def _reduce_scatter_positions_op(x: Tensor, group: str) -> Tensor:
+def reduce_scatter_positions_op(x: Tensor, group: str) -> Tensor:
+    """`ReduceScatterPositions` as an operator, for compiled layers."""
     return reduce_scatter_positions(x.contiguous(), resolve_group(group))
 
 
-@_reduce_scatter_positions_op.register_fake
+@reduce_scatter_positions_op.register_fake
 def _(x: Tensor, group: str) -> Tensor:
     return x.new_empty(x.shape[0], x.shape[1] // resolve_group(group).size(), x.shape[2])
 
@@ -114,8 +115,13 @@ def _keep_group(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
     ctx.group = inputs[1]
 
 
-def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    return _reduce_scatter_positions_op(grad, ctx.group), None
+def _scattered(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return reduce_scatter_positions_op(grad, ctx.group), None
 
 
-all_gather_positions_op.register_autograd(_gradient, setup_context=_keep_group)
+def _gathered(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return all_gather_positions_op(grad, ctx.group), None
+
+
+all_gather_positions_op.register_autograd(_scattered, setup_context=_keep_group)
+reduce_scatter_positions_op.register_autograd(_gathered, setup_context=_keep_group)

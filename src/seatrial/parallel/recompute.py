@@ -8,7 +8,7 @@ sequences are long and memory is short.
 A kept product of [rows, I] and [I, O] holds one value for each 2 I FLOPs that are not repeated. I is the model's width for
 all products but the last one, so none of them is the one to leave out (torchtitan leaves out every second); recomputing
 only some of the layers is the setting for what lies between. The last product's output is not kept: no gradient of the layer
-needs it.
+needs it. Nor are those of adapters' second products, whose I is the rank.
 """
 
 from __future__ import annotations
@@ -42,14 +42,17 @@ _OTHERS = {
 }
 
 
-def keep_products(block: Block, mlp_width: int) -> None:
-    """Let `block` keep what this module lists. `mlp_width`: this rank's part of the MLP's width."""
+def keep_products(block: Block, mlp_width: int, rank: int | None) -> None:
+    """Let `block` keep what this module lists. `mlp_width`: this rank's part of the MLP's width; `rank`: of adapters."""
 
     def policy(_ctx: Any, op: Any, *args: Any, **_: Any) -> CheckpointPolicy:
         keep = op in _OTHERS
         if op in _PRODUCTS:
             weight, dim = _PRODUCTS[op]
-            keep = args[weight].shape[dim] != mlp_width  # the MLP's second product is the layer's last
+            keep = args[weight].shape[dim] not in (
+                mlp_width,
+                rank,
+            )  # the MLP's second product is the layer's last
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     contexts: Callable[[], Any] = partial(create_selective_checkpoint_contexts, policy)

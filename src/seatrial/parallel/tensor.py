@@ -17,7 +17,8 @@ from torch.distributed import ProcessGroup
 from seatrial.base.box import Box
 from seatrial.model.decoder import Decoder, SparseMLP
 from seatrial.parallel.collectives import AllGatherPositions, ReduceScatterPositions
-from seatrial.parallel.overlap_grad import Overlap, RowParallelLinear
+from seatrial.parallel.lora import adapted, row_parallel
+from seatrial.parallel.overlap_grad import Overlap
 
 _COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
 _ROW = ("o_proj", "down_proj")
@@ -27,14 +28,19 @@ _OF_EXPERTS = {"gate_proj": 1, "up_proj": 1, "down_proj": 2}  # the experts are 
 def split_dimension(name: str) -> int | None:
     """The dimension of parameter `name` that tensor parallel splits; None where it is replicated.
 
-    Replicated are the norms and the experts' router. Norms see only part of the positions or heads. The router sees all
-    positions, and each rank's gradient of it comes through that rank's part of every expert. So all of these gradients
-    must be summed over the group: see `ParallelModel`.
+    Replicated are the norms, the experts' router, and of an adapter the matrix whose product with the other one is split.
+    Norms and adapters see only part of the positions or heads. The router sees all positions, and each rank's gradient of it
+    comes through that rank's part of every expert. So all of these gradients must be summed over the group: see
+    `ParallelModel`.
     """
     module, _, kind = name.rpartition(".")
-    module = module.rpartition(".")[2]
+    *_, layer, module = "", *module.split(".")
     if module == "experts":
         return _OF_EXPERTS[kind]
+    if module == "lora_A":
+        return 1 if layer in _ROW else None
+    if module == "lora_B":
+        return 0 if layer in _COLUMN else None
     if module in _COLUMN:
         return 0  # output features: weight rows, and bias
     if module in _ROW:
@@ -108,14 +114,14 @@ def apply_tensor_parallel(
     # One all-gather for q, k and v, and one for gate and up.
     for block in model.blocks:
         attention, mlp = block.self_attn, block.mlp
-        attention.project = overlap.project_in_order
-        attention.o_proj = RowParallelLinear(attention.o_proj.get_parameter("weight"), overlap, in_order=True)
+        attention.project = adapted(overlap.project_in_order, overlap, in_order=True)
+        attention.o_proj = row_parallel(attention.o_proj, overlap, in_order=True)
         if isinstance(mlp, SparseMLP):
             mlp.gather = partial(_on_group, AllGatherPositions, group)
             mlp.scatter = partial(_on_group, ReduceScatterPositions, group)
         else:
-            mlp.project = overlap.project
-            mlp.down_proj = RowParallelLinear(mlp.down_proj.get_parameter("weight"), overlap, in_order=False)
+            mlp.project = adapted(overlap.project, overlap, in_order=False)
+            mlp.down_proj = row_parallel(mlp.down_proj, overlap, in_order=False)
     trunk = model.model
     if trunk.embed_tokens is not None:
         trunk.embed_tokens = VocabParallelEmbedding(trunk.embed_tokens.get_parameter("weight"), group, rank)

@@ -54,7 +54,7 @@ class ShardedOptimizer(ABC):
                 {name: torch.zeros_like(s.local, dtype=dtype) for name in known.states},
             )
             for s in shards
-            if s.local.numel()
+            if s.local.numel() and s.trained
         ]
         self._shards = shards
         # Sticky: on a GPU the next step is in flight before the host sees that this one was not finite.
@@ -83,8 +83,7 @@ class ShardedOptimizer(ABC):
 
         A parameter on several ranks counts 1/holders in each.
         """
-        device = self._slots[0].parameter.device
-        total = torch.zeros((), dtype=torch.float32, device=device)
+        total = torch.zeros((), dtype=torch.float32, device=self._refused.device)
         by_holders: dict[int, list[Tensor]] = {}
         for shard in self._shards:
             grad = shard.grad

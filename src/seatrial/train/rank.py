@@ -33,7 +33,7 @@ from seatrial.hardware import accelerator
 from seatrial.job import Job, load_job
 from seatrial.job.families import family_named
 from seatrial.model.hf import HuggingFaceWeights
-from seatrial.model.initialise import RandomWeights
+from seatrial.model.initialise import FreshAdapters, RandomWeights
 from seatrial.model.source import WeightSource
 from seatrial.parallel.build import ParallelModel, Settings
 from seatrial.parallel.mesh import Mesh, build_mesh
@@ -316,7 +316,9 @@ def first_weights(job: Job) -> WeightSource:
         return RandomWeights(job.architecture, job.train.seed)
     tensor_name = family_named(job.architecture.family).tensor_name
     weights = HuggingFaceWeights(Path(job.model.init_from), tensor_name)
-    weights.check(job.architecture)
+    weights.check(job.architecture.base)
+    if job.architecture.lora is not None:
+        return FreshAdapters(weights, job.architecture, job.train.seed)
     return weights
 
 

@@ -38,6 +38,7 @@ def header_pairs(
             f"{arch.family}, {figures.parameters(arch)}, "
             f"{arch.num_hidden_layers} layers, hidden {arch.hidden_size}, vocabulary {arch.vocab_size:,}",
         ),
+        *_lora(job),
         (
             "layout",
             f"{layout}; {_many(layout.world_size, 'rank')} on {_many(nodes, 'node')} x {gpus}{spare_nodes}",
@@ -61,6 +62,14 @@ def header_pairs(
         ("folder", str(folder.path)),
         ("start", start),
     ]
+
+
+def _lora(job: Job) -> list[tuple[str, str]]:
+    lora, trained = job.architecture.lora, job.architecture.trained_parameters()
+    if lora is None:
+        return []
+    text = f"rank {lora.rank}, alpha {lora.alpha:g}, of {', '.join(lora.targets)}"
+    return [("adapters", f"{text}: {units.count(trained)} parameters, the only ones trained")]
 
 
 def _weights(folder: Path) -> str:

@@ -20,12 +20,12 @@ NEWEST = {
 }
 
 
-def notes(provenance: dict[str, Any], model: str) -> dict[str, str]:
-    """File name -> content. `model`: description of the model (family, size)."""
+def notes(provenance: dict[str, Any], model: str, *, library: str = "transformers") -> dict[str, str]:
+    """File name -> content. `model`: description of the model (family, size); `library`: which loads the folder."""
     document = {"schema_version": SCHEMA_VERSION, **provenance}
     return {
         PROVENANCE: json_text(document),
-        CARD: _card(provenance, model),
+        CARD: _card(provenance, model, library),
     }
 
 
@@ -41,12 +41,12 @@ def origin(folder: Path) -> str | None:
     return text if source.get("newest") is not False else f"{text}, not its newest checkpoint"
 
 
-def _card(source: dict[str, Any], model: str) -> str:
+def _card(source: dict[str, Any], model: str, library: str) -> str:
     run = "an unknown run" if source["run"] is None else f"the run `{source['run']}`"
     of_job = "" if source["job_steps"] is None else f" of {source['job_steps']:,}"
     lines = [
         "---",
-        "library_name: transformers",
+        f"library_name: {library}",
         "tags:",
         "- seatrial",
         "---",

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from seatrial.base import units
+from seatrial.job.architecture import Architecture
 from seatrial.plan.cost.calibration import Z
 from seatrial.plan.cost.predict import Prediction
 from seatrial.plan.report.advice import (
@@ -75,6 +76,12 @@ def lines(answer: Answer, *, width: int, full: bool = False) -> list[Line]:
     return out
 
 
+def _lora(arch: Architecture) -> str:
+    if arch.lora is None:
+        return ""
+    return f"; LoRA of rank {arch.lora.rank}, {units.count(arch.trained_parameters())} parameters trained"
+
+
 def _header(answer: Answer, width: int) -> Iterator[Line]:
     job, place, arch, train = answer.job, answer.place, answer.job.architecture, answer.job.train
     tokens = train.global_batch * train.sequence_length
@@ -82,7 +89,7 @@ def _header(answer: Answer, width: int) -> Iterator[Line]:
     yield from pair(
         "model",
         f"{arch.family}, {figures.parameters(arch)}, {many(arch.num_hidden_layers, 'layer')}; "
-        f"{flop(arch.flops_per_token(train.sequence_length))} per token",
+        f"{flop(arch.flops_per_token(train.sequence_length))} per token{_lora(arch)}",
         width,
     )
     yield from pair(

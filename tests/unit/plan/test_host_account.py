@@ -55,6 +55,16 @@ def test_the_bytes_of_a_node_by_hand() -> None:
     assert sum(need.parts(2).values()) == need.total(2)
 
 
+def test_frozen_weights_have_no_state() -> None:
+    """With LoRA 20 bytes for copies of a frozen weight and 4 on the way to the disk."""
+    whole = job("qwen2.5-72b-b300", "cluster.nodes=2", "parallel.shard=1")
+    of = job("qwen2.5-72b-b300", "cluster.nodes=2", "parallel.shard=1", "model.lora={rank=1, alpha=2}")
+    need, arch = host_need(of, "cuda"), of.architecture
+    assert arch.trained_parameters() == arch.parameters() - whole.architecture.parameters() > 0
+    assert need.copies(2) == pytest.approx(20 * arch.parameters() / 2, rel=0.01)
+    assert need.staging == pytest.approx(4 * arch.parameters() / 2, rel=0.01)
+
+
 def test_a_virtual_cluster_is_all_on_one_host() -> None:
     one, two = small(), small("cluster.spares=2")
     n = one.architecture.parameters()

@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from seatrial.base.units import GIB
+from seatrial.job.architecture import Architecture
 from seatrial.job.layout import Layout
+from seatrial.job.lora import LORA_TARGETS, Lora, LoraTarget
 from seatrial.job.models import model_presets
 from seatrial.model.decoder import Decoder
+from seatrial.model.lora import freeze_base
 from seatrial.plan.cost.memory import layer_activations, memory, rank_memory, rank_parameters
 from seatrial.plan.cost.stacks import stacks
 from seatrial.plan.model.recipe import Recipe
@@ -29,9 +32,11 @@ MODEL = model_presets()["qwen2.5-72b"]
 VOYAGE = Recipe(4096, 1024, layout=Layout(tensor=8, pipeline=2, shard=8), reshard=False)
 
 
-def saved_bytes(layers: int) -> int:
+def saved_bytes(layers: int, arch: Architecture = SMALL) -> int:
     """Bytes that autograd keeps of one forward pass on the CPU, in fp32, parameters not counted."""
-    model = Decoder(replace(SMALL, num_hidden_layers=layers))
+    model = Decoder(replace(arch, num_hidden_layers=layers))
+    if arch.lora is not None:
+        freeze_base(model)
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.02)
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -52,6 +57,31 @@ def test_activations_of_a_layer_match_the_formula() -> None:
     extra = 2 * 4 * 2 * 128 * SMALL.hidden_size
     said = layer_activations(SMALL, Recipe(128, 2, 2, precision="fp32"), OURS)
     assert saved_bytes(3) - saved_bytes(2) == said + extra
+
+
+@pytest.mark.parametrize(
+    "targets", [LORA_TARGETS, ("q_proj", "v_proj"), ("o_proj",), ("up_proj", "down_proj"), ("gate_proj",)]
+)
+def test_activations_of_a_layer_with_adapters(targets: tuple[LoraTarget, ...]) -> None:
+    """To the byte; without weight gradients RMSNorm keeps no normalised input."""
+    arch = replace(SMALL, lora=Lora(4, 8.0, targets))
+    said = layer_activations(arch, Recipe(128, 2, 2, precision="fp32"), OURS)
+    assert saved_bytes(3, arch) - saved_bytes(2, arch) == said
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_frozen_weights_have_no_gradients_and_no_state(pipeline: int, tensor: int) -> None:
+    arch = replace(MODEL, lora=Lora(16, 32.0, LORA_TARGETS))
+    recipe = Recipe(4096, 64, layout=Layout(tensor=tensor, pipeline=pipeline, shard=8))
+    ranks = [rank_memory(arch, recipe, OURS, r) for r in range(pipeline)]
+    trained, whole = (sum(getattr(m, f) for m in ranks) * 8 for f in ("gradients", "parameters"))
+    shared = 80 * (
+        arch.adapter_parameters(tensor) * tensor - arch.adapter_parameters()
+    )  # whole on each tensor rank
+    assert trained * tensor == pytest.approx(4 * (arch.trained_parameters() + shared))
+    assert sum(m.optimizer for m in ranks) == pytest.approx(2 * trained / 8)
+    assert whole * tensor == pytest.approx(4 * (arch.parameters() + shared), rel=1e-4)  # and norms
 
 
 def test_inputs_of_gemms_are_gathered_again() -> None:

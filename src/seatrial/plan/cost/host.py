@@ -1,6 +1,7 @@
 """Host memory that a job needs, whether it is available, and on how many nodes the state is kept in memory.
 
-A rank's state is its fp32 weights and both moments, 12 bytes a parameter (`Stack.state_bytes`). Host memory holds:
+A rank's state is its fp32 weights and both moments, 12 bytes a parameter (`Stack.state_bytes`), of a
+frozen one 4. Host memory holds:
 
     processes    Python with torch: a fork server and an agent per node, and the private memory of each rank
     CPU ranks    the GPU memory of `memory.py`, in host memory. An in-place recovery holds the state twice, without
@@ -28,7 +29,7 @@ from seatrial.job.job import Job
 from seatrial.job.models import model_presets
 from seatrial.job.rules import check
 from seatrial.job.settled import settled
-from seatrial.plan.cost.memory import memory, rank_memory, rank_parameters
+from seatrial.plan.cost.memory import memory, rank_memory, rank_parameters, trained_parameters
 from seatrial.plan.cost.predict import stack_for
 from seatrial.plan.model.recipe import Recipe
 
@@ -82,11 +83,9 @@ def host_need(job: Job, device: Device) -> HostNeed:
     state = ranks = staging = 0.0
     # Ranks of one pipeline stage need the same; on other launchers assume a node with ranks of the heaviest stage only.
     for stage in range(layout.pipeline):
-        own = (
-            (stack.state_bytes[0] + stack.state_bytes[2])
-            * rank_parameters(model, recipe, stage)
-            / recipe.shard_ranks
-        )
+        own = stack.state_bytes[0] * rank_parameters(model, recipe, stage)
+        own += stack.state_bytes[2] * trained_parameters(model, recipe, stage)
+        own /= recipe.shard_ranks
         here_of_it = layout.world_size // layout.pipeline if here else cluster.gpus_per_node
         saving = here_of_it // layout.replicate if here else here_of_it
         held = rank_memory(model, recipe, stack, stage)

@@ -104,8 +104,9 @@ def neighbours(layout: Layout, rank: int) -> int:
 
 
 def layer_share(model: Architecture, tensor: int) -> float:
-    """Parameters of one layer on a tensor-parallel rank: all but norms and the experts' router are sharded."""
-    return (model.layer_parameters() - model.layer_replicated) / tensor + model.layer_replicated
+    """Parameters of one layer on a tensor-parallel rank: all but norms, the experts' router and a half of each adapter are sharded."""
+    own = (model.layer_parameters() - model.layer_replicated) / tensor + model.layer_replicated
+    return own + model.adapter_parameters(tensor)
 
 
 def rank_parameters(model: Architecture, recipe: Recipe, rank: int) -> float:
@@ -120,6 +121,14 @@ def rank_parameters(model: Architecture, recipe: Recipe, rank: int) -> float:
         if not (model.tie_word_embeddings and layout.pipeline == 1):
             n += ends
     return n
+
+
+def trained_parameters(model: Architecture, recipe: Recipe, rank: int) -> float:
+    """Those of `rank_parameters` that have gradients and optimizer state: with LoRA only adapters have."""
+    if model.lora is None:
+        return rank_parameters(model, recipe, rank)
+    layers = sum(recipe.layout.rank_layers(rank, model.num_hidden_layers))
+    return layers * model.adapter_parameters(recipe.layout.tensor)
 
 
 def root_parameters(model: Architecture, recipe: Recipe, rank: int) -> float:
@@ -137,15 +146,17 @@ def rank_memory(model: Architecture, recipe: Recipe, stack: Stack, rank: int) ->
     """
     n = rank_parameters(model, recipe, rank)
     base = _base(model, recipe, stack, rank, n)
-    end = _end(base, model, recipe, stack, n)
+    end = _end(base, model, recipe, stack, rank)
     points = [_backward(base, model, recipe, stack, rank), end]
     if rank == recipe.layout.pipeline - 1:
         points.append(_loss(base, model, recipe, stack, rank, n))
         if stack.metrics:
             points.append(_metrics(end, model, recipe, stack, rank, n))
     ends = (0, recipe.layout.pipeline - 1) if stack.name in OURS else (0,)
-    if rank in ends and recipe.layout.pipeline > 1 and recipe.accumulate == "sharded":
+    if rank in ends and recipe.layout.pipeline > 1 and recipe.accumulate == "sharded" and model.lora is None:
         points.append(_embedding(base, model, recipe, rank))
+    if model.lora is not None and base.gathered:
+        points.append(_root_gathered(base, model, recipe, rank))
     highest = max(points, key=lambda m: m.allocated)
     if recipe.sharding != "full" or recipe.shard_ranks * recipe.layout.replicate == 1:
         return highest
@@ -171,7 +182,8 @@ def _loss(base: Memory, model: Architecture, recipe: Recipe, stack: Stack, rank:
     part += recipe.width * model.hidden_size * (2 if layout.tensor > 1 else 1)
     return _with(
         held,
-        unsharded_gradients=held.unsharded_gradients + recipe.width * model.hidden_size * columns,
+        unsharded_gradients=held.unsharded_gradients
+        + (recipe.width * model.hidden_size * columns if model.lora is None else 0.0),
         activations=base.activations + _stage_input(model, recipe),
         logits=part * min(recipe.tokens, loss_rows(int(columns), recipe.tokens)),
     )
@@ -185,6 +197,8 @@ def _metrics(end: Memory, model: Architecture, recipe: Recipe, stack: Stack, ran
 
 def _backward(base: Memory, model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> Memory:
     layer = layer_share(model, recipe.layout.tensor)
+    if model.lora is not None:
+        layer = model.adapter_parameters(recipe.layout.tensor)
     whole = layer_activations(model, recipe, stack)
     transient = (recipe.width + 4) * layer if _reduces_at_once(recipe, stack) else 0.0
     if model.num_experts and not transient and recipe.sharding == "full":
@@ -206,7 +220,8 @@ def _backward(base: Memory, model: Architecture, recipe: Recipe, stack: Stack, r
         free = whole if recipe.recompute == "none" or freed else 0.0
         points.append((0.3 * whole, max(0.0, transient - free) if stack.name in OURS else transient))
     working, transient = max(points, key=sum)
-    if stack.name in OURS and recipe.sharding == "full" and rank == recipe.layout.pipeline - 1:
+    last = rank == recipe.layout.pipeline - 1 and model.lora is None
+    if stack.name in OURS and recipe.sharding == "full" and last:
         # The head's gradient stays in 16 bits until the root is reduced or accumulated, after a backward pass.
         transient += recipe.width * model.embedding_parameters() / recipe.layout.tensor
     return _with(
@@ -214,6 +229,15 @@ def _backward(base: Memory, model: Architecture, recipe: Recipe, stack: Stack, r
         unsharded_gradients=base.unsharded_gradients + transient,
         activations=base.activations + working,
     )
+
+
+def _root_gathered(base: Memory, model: Architecture, recipe: Recipe, rank: int) -> Memory:
+    """Memory when a forward pass begins: the root and the first layer are gathered, and the buffers are still held (traced).
+
+    Only without gradients of all weights, LoRA, can it be the highest.
+    """
+    weights = root_parameters(model, recipe, rank) + layer_share(model, recipe.layout.tensor)
+    return _with(base, gathered=2 * recipe.width * weights, activations=0.0)
 
 
 def _embedding(base: Memory, model: Architecture, recipe: Recipe, rank: int) -> Memory:
@@ -232,8 +256,8 @@ def _embedding(base: Memory, model: Architecture, recipe: Recipe, rank: int) -> 
     )
 
 
-def _end(base: Memory, model: Architecture, recipe: Recipe, stack: Stack, n: float) -> Memory:
-    own = stack.state_bytes[1] * n / recipe.shard_ranks
+def _end(base: Memory, model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> Memory:
+    own = stack.state_bytes[1] * trained_parameters(model, recipe, rank) / recipe.shard_ranks
     return _with(
         base,
         gradients=own if recipe.sharding == "full" else base.gradients,
@@ -253,14 +277,16 @@ def _base(model: Architecture, recipe: Recipe, stack: Stack, rank: int, n: float
     States, buffers, accumulated gradients under full sharding; weights gathered in a pass; activations in flight.
     """
     weight, gradient, state = stack.state_bytes
+    trained = trained_parameters(model, recipe, rank)
     unsharded = 0.0
     if recipe.sharding == "full":
-        parameters, optimizer = weight * n / recipe.shard_ranks, state * n / recipe.shard_ranks
-        gradients = gradient * n / recipe.shard_ranks if recipe.microbatches > 1 else 0.0
+        parameters, optimizer = weight * n / recipe.shard_ranks, state * trained / recipe.shard_ranks
+        gradients = gradient * trained / recipe.shard_ranks if recipe.microbatches > 1 else 0.0
         if not _reduces_at_once(recipe, stack):
-            unsharded = 4 * n - gradients
+            unsharded = 4 * trained - gradients
     else:
-        parameters, gradients, optimizer = float(weight * n), float(gradient * n), float(state * n)
+        parameters = float(weight * n)
+        gradients, optimizer = float(gradient * trained), float(state * trained)
         if recipe.sharding in ("optimizer", "gradients"):
             optimizer /= recipe.shard_ranks
         if recipe.sharding == "gradients":
@@ -406,7 +432,8 @@ def layer_activations(model: Architecture, recipe: Recipe, stack: Stack) -> floa
         if model.num_experts:
             mlp = 5  # also times the experts' weights
             scale += _routing(model, recipe)
-        return width * t * (2 * D / n + inputs + (heads + keys + mlp * F) / n) + scale + 8.0 * t / n
+        kept = 2 * D / n + inputs + (heads + keys + mlp * F) / n + _adapters_keep(model, n)
+        return width * t * kept + scale + 8.0 * t / n
     own = n if recipe.sequence_parallel else 1
     if stack.layer_states == "megatron-2021":
         scores = 5.0 * recipe.microbatch * model.num_attention_heads * float(recipe.sequence) ** 2 / n
@@ -428,6 +455,23 @@ def _routing(model: Architecture, recipe: Recipe) -> float:
     t, n, width, k = recipe.tokens, recipe.layout.tensor, recipe.width, model.num_experts_per_tok
     gathered = 1 - 1 / n  # instead of this rank's positions
     return t * (width * model.hidden_size * (gathered + k) + 4 * model.num_experts + (28 + width) * k)
+
+
+def _adapters_keep(model: Architecture, n: int) -> float:
+    """With LoRA, values a position that a layer saves beyond those of the base model; negative if it saves less.
+
+    Each adapter saves its product with A. An input of products without adapters is not needed for weight gradients, but
+    tensor parallel keeps it.
+    """
+    if model.lora is None:
+        return 0.0
+    row = len({"o_proj", "down_proj"}.intersection(model.lora.targets))
+    more = model.lora.rank * (len(model.lora.targets) - row + row / n)
+    inputs = {("q_proj", "k_proj", "v_proj"): model.hidden_size, ("gate_proj", "up_proj"): model.hidden_size}
+    inputs |= {("down_proj",): model.intermediate_size}
+    if n == 1:
+        more -= sum(w for names, w in inputs.items() if not set(names).intersection(model.lora.targets))
+    return more
 
 
 def _messages(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> float:

@@ -10,7 +10,13 @@ from seatrial.job.schedules import Times, schedule_named
 from seatrial.plan.cost.calibration import UNIT_FACTORS, Factors
 from seatrial.plan.cost.collectives import Fabric
 from seatrial.plan.cost.kernels import MEMORY_SHARE
-from seatrial.plan.cost.memory import neighbours, rank_parameters, representative_ranks, root_parameters
+from seatrial.plan.cost.memory import (
+    neighbours,
+    rank_parameters,
+    representative_ranks,
+    root_parameters,
+    trained_parameters,
+)
 from seatrial.plan.cost.overlap import OURS
 from seatrial.plan.cost.stacks import Stack
 from seatrial.plan.cost.unshard import unshards
@@ -190,7 +196,7 @@ def _leaves(recipe: Recipe, fabric: Fabric, rank: int) -> float:
 
 def _tied_bytes(model: Architecture, recipe: Recipe, stack: Stack) -> float:
     """Bytes, on one rank, of the gradient of a tied embedding with copies in the first and the last stage."""
-    if not model.tie_word_embeddings or recipe.layout.pipeline == 1:
+    if not model.tie_word_embeddings or recipe.layout.pipeline == 1 or model.lora is not None:
         return 0.0
     cut = recipe.shard_ranks if recipe.sharding in ("full", "gradients") else 1
     return stack.state_bytes[1] * model.embedding_parameters() / recipe.layout.tensor / cut
@@ -348,7 +354,13 @@ def rank_traffic(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Sta
         and schedule_named(layout.schedule).split_backward
     ):
         messages += 1  # the head's logits are recomputed for its weight gradient
-    tensor = m * hidden * (n - 1) / n * messages
+    adapters = 0.0
+    if model.lora is not None:
+        # No all-gather for the gradients of frozen weights, nor, before the first adapter, for those of inputs.
+        messages -= 2 * layers + (rank == 0) * (1 + model.first_layer_unneeded()[1])
+        each_layer = model.lora.rank * len(model.lora.targets) * (2 + share * (r.recompute != "none"))
+        adapters = m * width * r.tokens * layers * each_layer
+    tensor = (m * hidden * messages + adapters) * (n - 1) / n
     # Keys and values: gathered, gathered again for the backward pass unless they are kept as by ours, gradients reduced.
     exchanges = (2 if stack.name in OURS else 3) + share * keys_again
     context = layers * m * exchanges * width * r.tokens * 2 * model.kv_width / n * (r.context - 1)
@@ -358,7 +370,7 @@ def rank_traffic(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Sta
     pipe = message * neighbours(layout, rank) + tied  # an all_reduce over two ranks: each sends all of it
     crossing = (per_rank - (rank == 0)) * _leaves(r, fabric, (rank - 1) % layout.pipeline)
     crossing += (per_rank - (rank == last)) * _leaves(r, fabric, rank)
-    mine = rank_parameters(model, r, rank)
+    mine, trained = rank_parameters(model, r, rank), trained_parameters(model, r, rank)
     root = root_parameters(model, r, rank)
     copies = 0.0
     if r.sharding == "full":
@@ -370,14 +382,17 @@ def rank_traffic(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Sta
             each = stage_gathers(r, rank)
             at_root = each[0] if rank == 0 else each[-1]
             gathers += width * root * (at_root - before)
-        data = cut * (gathers + stack.gradient_bytes * mine * _reductions(r, stack))
-        copies = stack.gradient_bytes * mine / r.shard_ranks * 2 * (layout.replicate - 1) / layout.replicate
+        data = cut * (gathers + stack.gradient_bytes * trained * _reductions(r, stack))
+        copies = (
+            stack.gradient_bytes * trained / r.shard_ranks * 2 * (layout.replicate - 1) / layout.replicate
+        )
         copies *= _sums(r, stack)
     else:
         ranks = r.context * layout.data_parallel
         whole = r.sharding == "none" or stack.reduce == "all_reduce"
         spread = 0.0 if r.sharding == "none" else width
-        data = ((2 if whole else 1) * stack.gradient_bytes + spread) * mine * (ranks - 1) / ranks
+        data = (2 if whole else 1) * stack.gradient_bytes * trained + spread * mine
+        data *= (ranks - 1) / ranks
     at = shard_group(r, fabric) if r.sharding == "full" else data_group(r, fabric)
     within = group(fabric.cluster, stride=n, size=r.context)
     leaving = Sent(

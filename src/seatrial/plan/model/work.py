@@ -122,6 +122,8 @@ def work(
         raise UnknownSpeedError(
             "the speed of a mixture of experts is not modelled: its grouped products were not measured"
         )
+    if model.lora is not None:
+        raise UnknownSpeedError("no training run with LoRA was measured")
     kernels = Kernels(fabric.cluster.gpu, recipe.precision, stack.attention)
     return _WorkBuilder(model, recipe, fabric, stack, kernels, pace, factors).build()
 

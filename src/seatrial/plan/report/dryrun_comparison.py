@@ -125,16 +125,22 @@ def _products(model: Architecture, recipe: Recipe, rank: int) -> float:
     """FLOPs of a rank's matrix products in a step: forward, twice that backward, and recomputation.
 
     Recomputation stops before the layer's last GEMM (torch.utils.checkpoint), whose output is not needed; but not that of
-    experts, after which the order of the positions is kept for the backward pass.
+    experts, after which the order of the positions is kept for the backward pass. Frozen weights have no gradient, so their
+    products cost once their forward pass backward.
     """
     tokens = recipe.tokens * recipe.microbatches / recipe.layout.tensor
     layers = sum(recipe.layout.rank_layers(rank, model.num_hidden_layers))
-    one = 6.0 * model.layer_matrix_parameters()
-    last = 2.0 * model.ffn_width * model.hidden_size
-    again = last if model.num_experts and recipe.recompute != "none" else 0.0
+    each = 6.0 if model.lora is None else 4.0
+    one = each * model.layer_matrix_parameters() + 6.0 * model.adapter_parameters()
+    last = model.ffn_width * model.hidden_size
+    again = float(last) if model.num_experts and recipe.recompute != "none" else 0.0
     if recipe.recompute == "full":
-        again += 2.0 * model.layer_matrix_parameters() - last
-    if again:
-        again *= recipe.recomputed_of(recipe.layout.rank_layers(rank, model.num_hidden_layers))
-    head = 6.0 * model.embedding_parameters() if rank == recipe.layout.pipeline - 1 else 0.0
+        again += model.layer_matrix_parameters() - last + model.adapter_parameters()
+    elif recipe.recompute == "selective" and model.lora is not None:  # see `parallel.recompute`
+        widths = [(t, *model.projections()[t]) for t in model.lora.targets]
+        again = model.lora.rank * sum(b + (a if t == "down_proj" else 0) for t, a, b in widths)
+    again *= 2.0 * recipe.recomputed_of(recipe.layout.rank_layers(rank, model.num_hidden_layers))
+    head = each * model.embedding_parameters() if rank == recipe.layout.pipeline - 1 else 0.0
+    if model.lora is not None and rank == 0:
+        head -= 2.0 * model.first_layer_unneeded()[0]
     return tokens * (layers * one + again + head)

@@ -92,21 +92,34 @@ def account(
     # A stack's optimizer state beyond the optimizer's own are fp32 master weights.
     masters = state - optimizer.state_bytes
 
-    def line(name: str, of: Callable[[Memory], float], note: str, width: int | None = None) -> Line:
+    def line(
+        name: str, of: Callable[[Memory], float], note: str, width: int | None = None, *, count: int = n
+    ) -> Line:
         gpu = None if most is None else of(most)
         cluster = None if most is None else each * sum(map(of, ranks))
-        return Line(name, width, None if width is None else float(width * n), gpu, cluster, note)
+        per = width if width is None or count == n else width * count / n
+        return Line(name, per, None if width is None else float(width * count), gpu, cluster, note)
+
+    trained = architecture.trained_parameters()
 
     lines = [
         line("weights", lambda m: m.parameters, _weights_note(weight, masters), weight),
-        line("gradients", lambda m: m.gradients, "held from the backward pass to the update", gradient),
+        line(
+            "gradients",
+            lambda m: m.gradients,
+            "held from the backward pass to the update",
+            gradient,
+            count=trained,
+        ),
     ]
     if masters:
         note = "fp32 copies that the optimizer updates"
-        lines.append(line("master weights", lambda m: m.optimizer * masters / state, note, masters))
+        lines.append(
+            line("master weights", lambda m: m.optimizer * masters / state, note, masters, count=trained)
+        )
     if own := optimizer.state_bytes:
         note = f"{', '.join(optimizer.states)}: {optimizer.state_precision}"
-        lines.append(line("moments", lambda m: m.optimizer * own / state, note, own))
+        lines.append(line("moments", lambda m: m.optimizer * own / state, note, own, count=trained))
     if most is not None:
         lines += [
             line("gathered weights", lambda m: m.gathered, "unsharded layers, in the precision of GEMMs"),
@@ -278,8 +291,9 @@ def _sizes(largest: Cluster) -> Iterator[Cluster]:
 
 def _floor(model: Architecture, ranks: int, stack: Stack) -> float:
     """Lower bound of the bytes on the average GPU: its shard of the states."""
-    per_parameter = sum(stack.state_bytes)
-    return per_parameter * model.parameters() / ranks * (1 + FRAGMENTATION) + stack.context_gib * GIB
+    weight, gradient, state = stack.state_bytes
+    states = weight * model.parameters() + (gradient + state) * model.trained_parameters()
+    return states / ranks * (1 + FRAGMENTATION) + stack.context_gib * GIB
 
 
 _RECOMPUTES: tuple[Recompute, ...] = ("none", "full")  # what lies between does not decide what fits

@@ -90,7 +90,8 @@ def _plain_memory() -> Iterator[None]:
             return whole(stage, device=device)
         for module in stage.modules():
             for name, p in module.named_parameters(recurse=False):
-                setattr(module, name, nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=device)))
+                empty = torch.empty(p.shape, dtype=p.dtype, device=device)
+                setattr(module, name, nn.Parameter(empty, p.requires_grad))
         return stage
 
     Decoder.to_empty = to_empty  # type: ignore[method-assign, assignment]

@@ -12,6 +12,7 @@ from seatrial.checkpoint.read import CheckpointWeights
 from seatrial.job import Job
 from seatrial.job.optimizers import optimizer_named
 from seatrial.model.decoder import whole_shapes
+from seatrial.model.lora import is_adapter
 from seatrial.parallel.mesh import Mesh
 from seatrial.record import events
 from seatrial.record.events import read_events
@@ -105,6 +106,8 @@ def _check_content(job: Job, name: str, manifest: Manifest) -> None:
         raise Damaged(f"{name} belongs to another model than this job's")
     for kind in ("model", *optimizer_named(job.optimizer.name).states):
         for tensor, shape in whole_shapes(arch).items():
+            if kind != "model" and arch.lora is not None and not is_adapter(tensor):
+                continue  # frozen: no state
             entry = manifest.tensors.get(f"{kind}/{tensor}")
             if entry is None:
                 raise Damaged(f"{name} has no tensor {kind}/{tensor}")
