@@ -58,7 +58,7 @@ class MergedWeights:
     def __init__(self, source: WeightSource, arch: Architecture) -> None:
         """`source` has the weights of `arch`."""
         assert arch.lora is not None
-        self._source, self._arch, self._lora = source, arch, arch.lora
+        self._source, self._lora = source, arch.lora
 
     def dtype(self, name: str) -> torch.dtype:
         """As the source has it."""

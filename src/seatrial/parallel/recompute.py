@@ -49,10 +49,8 @@ def keep_products(block: Block, mlp_width: int, rank: int | None) -> None:
         keep = op in _OTHERS
         if op in _PRODUCTS:
             weight, dim = _PRODUCTS[op]
-            keep = args[weight].shape[dim] not in (
-                mlp_width,
-                rank,
-            )  # the MLP's second product is the layer's last
+            # The MLP's second product is the layer's last.
+            keep = args[weight].shape[dim] not in (mlp_width, rank)
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     contexts: Callable[[], Any] = partial(create_selective_checkpoint_contexts, policy)
