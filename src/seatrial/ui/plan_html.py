@@ -23,6 +23,7 @@ from seatrial.ui.plan_words import (
     INTERVAL,
     TIGHT,
     batches,
+    cluster,
     data,
     marked,
     mfu_span,
@@ -65,7 +66,7 @@ def page(
         picture_style=picture_style(),
         name=job.name,
         tone=tone,
-        where=f"{_cluster_text(answer)} · {job.layout}; {batches(own.recipe)}",
+        where=f"{cluster(answer.place)} · {job.layout}; {batches(own.recipe)}",
         verdict=verdict,
         wishes=wishes,
         big=list(_big(answer)),
@@ -90,13 +91,6 @@ def fit_page(job: Job, held: Account, room: float | None, fits: Sequence[Fit]) -
         memory=_memory(held, room, f"With the job's own layout, {job.layout}:"),
         fits=list(_fits(fits)),
     )
-
-
-def _cluster_text(answer: Answer) -> str:
-    place = answer.place
-    gpu = "GPU unknown" if place.gpu is None else place.gpu.name
-    where = f"{place.nodes} node{'s' * (place.nodes != 1)} x {place.gpus_per_node} {gpu}"
-    return where if place.network is None else f"{where}, {place.network.name}"
 
 
 def _big(answer: Answer) -> Iterator[tuple[str, str]]:
@@ -161,7 +155,7 @@ def _waterfall(answer: Answer) -> str:
     if answer.waterfall is None:
         return ""
     shown = waterfall_of(answer.waterfall)
-    title = f"Where the FLOPs go, of {'a step' if answer.forecast is None else 'the whole run'}"
+    title = f"Where the FLOPs of {'a step' if answer.forecast is None else 'the run'} go"
     return _svg_text(partial(waterfall_svg, shown, title=title, subtitle="share of the GPUs' dense peak"))
 
 
@@ -197,7 +191,7 @@ def _memory(held: Account, room: float | None, before: str) -> dict[str, object]
 
 
 def _scaling_picture(scalings: Sequence[Scaling]) -> str:
-    title = "Tokens/s/GPU relative to the smallest cluster"
+    title = "Tokens/s/GPU, smallest = 100 %"
     return _svg_text(partial(scaling_svg, scalings, title=title)) if scalings else ""
 
 

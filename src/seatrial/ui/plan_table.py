@@ -29,6 +29,7 @@ from seatrial.ui.plan_words import (
     TIGHT_NOTE,
     Line,
     brief,
+    cluster,
     figure,
     flop,
     gib,
@@ -76,7 +77,7 @@ def lines(answer: Answer, *, width: int, full: bool = False) -> list[Line]:
 
 
 def _header(answer: Answer, width: int) -> Iterator[Line]:
-    job, place, arch, train = answer.job, answer.place, answer.job.architecture, answer.job.train
+    job, arch, train = answer.job, answer.job.architecture, answer.job.train
     tokens = train.global_batch * train.sequence_length
     yield f"plan of {job.name}", HEAD
     yield from pair(
@@ -91,15 +92,7 @@ def _header(answer: Answer, width: int) -> Iterator[Line]:
         f"{units.count(train.steps * tokens)} tokens, {train.precision}",
         width,
     )
-    text = f"{many(place.nodes, 'node')} x {place.gpus_per_node} "
-    text += place.gpu.name if place.gpu is not None else "ranks; GPU unknown"
-    if place.domain is not None:
-        text += f", NVLink joins {place.domain}"
-    if place.shape.several_domains and place.network is not None:
-        text += f"; {place.network.name}" + (" (assumed)" if place.network_is_assumed else "")
-    elif place.shape.several_domains:
-        text += f"; network unknown: {place.why_no_network}"
-    yield from pair("cluster", text, width)
+    yield from pair("cluster", cluster(answer.place), width)
 
 
 def _layouts(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:

@@ -11,6 +11,7 @@ from seatrial.base import units
 from seatrial.job.schedules import schedule_named
 from seatrial.plan.cost.memory import FRAGMENTATION, Memory
 from seatrial.plan.cost.predict import Prediction
+from seatrial.plan.model.place import Hardware
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.report.advice import Suggestion, excess, short
 from seatrial.plan.report.beyond_memory import BeyondMemory
@@ -257,6 +258,19 @@ def figure(value: float) -> str:
 def many(n: int, one: str, several: str | None = None) -> str:
     """Count with its noun: 1 node, 16 nodes."""
     return f"{n:,} {one if n == 1 else several or one + 's'}"
+
+
+def cluster(place: Hardware) -> str:
+    """Nodes, GPUs, and the network if anything uses it: "8 nodes x 8 H100 SXM; InfiniBand NDR 8x400 (assumed)"."""
+    text = f"{many(place.nodes, 'node')} x {place.gpus_per_node} "
+    text += place.gpu.name if place.gpu is not None else "ranks; GPU unknown"
+    if place.domain is not None:
+        text += f", NVLink joins {place.domain}"
+    if place.shape.several_domains and place.network is not None:
+        text += f"; {place.network.name}" + (" (assumed)" if place.network_is_assumed else "")
+    elif place.shape.several_domains:
+        text += f"; network unknown: {place.why_no_network}"
+    return text
 
 
 def brief(recipe: Recipe) -> str:
