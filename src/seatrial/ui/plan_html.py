@@ -33,6 +33,7 @@ from seatrial.ui.plan_words import (
     settings,
     span,
     too_large,
+    unlisted_sure,
     why,
 )
 from seatrial.ui.scaling_svg import scaling_svg
@@ -127,20 +128,22 @@ def _layouts(answer: Answer) -> dict[str, object] | None:
     if not found.choices:
         return {"legal": legal, "rows": [], "least": figures.memory(found.least_bytes)}
     shown, best = found.choices[:_ROWS], found.choices[0].prediction
-    own = [] if found.own is None else [found.own]
+    safe = unlisted_sure(found, shown)
+    more = {"with margin: ": safe, "the job's own: ": found.own}
     return {
         "legal": legal,
-        "rows": [_choice(c, best) for c in shown] + [_choice(c, best, own=True) for c in own],
+        "rows": [_choice(c, best) for c in shown]
+        + [_choice(c, best, name) for name, c in more.items() if c is not None],
         "too_large": "" if answer.beyond is None else too_large(answer.beyond),
     }
 
 
-def _choice(choice: Choice, best: Prediction, *, own: bool = False) -> Row:
+def _choice(choice: Choice, best: Prediction, name: str = "") -> Row:
+    """`name`: of a row below those of the best layouts."""
     p = choice.prediction
-    name = ("the job's own: " if own else "") + marked(choice.recipe, p)
     slower = p.step_s / best.step_s - 1
-    return "own" if own else None, [
-        name,
+    return "own" if name else None, [
+        name + marked(choice.recipe, p),
         settings(choice.recipe),
         seconds(p.step_s),
         figures.rate(p.tokens_per_s_per_gpu),

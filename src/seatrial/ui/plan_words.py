@@ -15,7 +15,7 @@ from seatrial.plan.model.place import Hardware
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.report.advice import Suggestion, excess, short
 from seatrial.plan.report.beyond_memory import BeyondMemory
-from seatrial.plan.search.search import TIE_MARGIN
+from seatrial.plan.search.search import TIE_MARGIN, Choice, Found
 from seatrial.ui import figures
 
 Line = tuple[str, str]  # text and style
@@ -304,6 +304,12 @@ def _fits_with(way: Suggestion) -> str:
     speed = "as fast as the best" if slower <= TIE_MARGIN else f"{percent(slower)} slower than the best"
     speed = f"{percent(way.gain)} faster than the best" if way.gain > TIE_MARGIN else speed
     return f"with {way.what} ({speed}{tight})"
+
+
+def unlisted_sure(found: Found, shown: Sequence[Choice]) -> Choice | None:
+    """The fastest layout that fits with margin, if it is neither among those `shown` nor the job's own."""
+    listed = [*shown, *([] if found.own is None else [found.own])]
+    return next((c for c in found.sure[:1] if all(c.recipe != other.recipe for other in listed)), None)
 
 
 # Mark of a layout that is tight, and its note below a table.
