@@ -18,6 +18,7 @@ from seatrial.plan.search.scaling import Point, Scaling
 from seatrial.plan.search.search import Choice
 from seatrial.ui import figures
 from seatrial.ui.account_svg import account_svg
+from seatrial.ui.plan_fit import as_sold
 from seatrial.ui.plan_own import spanned
 from seatrial.ui.plan_words import (
     INTERVAL,
@@ -263,9 +264,8 @@ def _network(answer: Answer) -> Iterator[Row]:
 def _fits(fits: Sequence[Fit]) -> Iterator[Row]:
     for fit in (f for main in fits for f in (main, main.safe) if f is not None):
         r, p = fit.recipe, fit.prediction
-        text = fit.why_unknown or ""
-        if r is not None and fit.verdict.why:
-            text = "; ".join(filter(None, (f"tight, {fit.verdict.why}", text)))
+        tight = f"tight, {fit.verdict.why}" if fit.verdict.why else ""
+        notes = [fit.why_unknown] if r is None else [tight, as_sold(fit), fit.why_unknown]
         yield (
             "off" if r is None else None,
             [
@@ -276,6 +276,6 @@ def _fits(fits: Sequence[Fit]) -> Iterator[Row]:
                 figures.memory(fit.needs) if fit.needs < float("inf") else "unknown",
                 figures.memory(fit.room),
                 "unknown" if p is None else figures.rate(p.tokens_per_s_per_gpu),
-                text,
+                "; ".join(filter(None, notes)),
             ],
         )

@@ -183,6 +183,12 @@ class Fit:
     def gpus(self) -> int:
         return self.cluster.gpus
 
+    @property
+    def sold(self) -> int | None:
+        """GPUs of the node that the GPU is sold in; None if that is not known, and was assumed."""
+        node = reference_node(self.gpu.name)
+        return None if node is None else node.gpus_per_node
+
 
 def smallest(
     job: Job,
