@@ -126,8 +126,9 @@ def _layouts(answer: Answer) -> dict[str, object] | None:
     if found is None:
         return None
     legal = f"{found.tried:,} are legal, {found.too_large:,} of them do not fit"
+    beyond = "" if answer.beyond is None else too_large(answer.beyond)
     if not found.choices:
-        return {"legal": legal, "rows": [], "least": figures.memory(found.least_bytes)}
+        return {"legal": legal, "rows": [], "least": figures.memory(found.least_bytes), "too_large": beyond}
     shown, best = found.choices[:_ROWS], found.choices[0].prediction
     safe = unlisted_sure(found, shown)
     more = {"with margin: ": safe, "the job's own: ": found.own}
@@ -135,7 +136,7 @@ def _layouts(answer: Answer) -> dict[str, object] | None:
         "legal": legal,
         "rows": [_choice(c, best) for c in shown]
         + [_choice(c, best, name) for name, c in more.items() if c is not None],
-        "too_large": "" if answer.beyond is None else too_large(answer.beyond),
+        "too_large": beyond,
     }
 
 

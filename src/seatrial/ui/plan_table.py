@@ -104,6 +104,8 @@ def _layouts(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
             yield from pair(
                 "none fits", f"the smallest needs {gib(found.least_bytes)} per GPU", width, "bold red"
             )
+        if answer.beyond is not None:
+            yield from pair("nearest", too_large(answer.beyond), width)
         return
     wide = width >= _WIDE
     best = found.choices[0].prediction

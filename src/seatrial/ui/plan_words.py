@@ -286,20 +286,27 @@ def brief(recipe: Recipe) -> str:
 
 
 def too_large(beyond: BeyondMemory) -> str:
-    """The fastest layout that only memory refuses: how fast, how much is missing, what makes it fit."""
+    """The best layout that only memory refuses: how fast, how much is missing, what makes it fit."""
     p, ways = beyond.prediction, "; no single change makes it fit"
+    compared = beyond.gain is not None
     if beyond.suggestions:
-        ways = f"; fits {' or '.join(_fits_with(way) for way in beyond.suggestions)}"
-    return (
-        f"{brief(beyond.recipe)}: {percent(beyond.gain)} faster than the best, but {percent(beyond.over)} too much memory "
-        f"({gib(p.memory.reserved)} of {gib(p.room)}){ways}"
-    )
+        ways = f"; fits {' or '.join(_fits_with(way, compared=compared) for way in beyond.suggestions)}"
+    missing = f"{percent(beyond.over)} too much memory ({gib(p.memory.reserved)} of {gib(p.room)})"
+    if beyond.gain is None:
+        rate = (
+            f"{figures.rate(p.tokens_per_s_per_gpu)} tokens/s/GPU if it fitted (none does, to compare with)"
+        )
+        return f"{brief(beyond.recipe)}: {missing}; {rate}{ways}"
+    return f"{brief(beyond.recipe)}: {percent(beyond.gain)} faster than the best, but {missing}{ways}"
 
 
-def _fits_with(way: Suggestion) -> str:
+def _fits_with(way: Suggestion, *, compared: bool) -> str:
+    """`compared`: with the speed of the best layout that fits."""
     tight = ", tight" if way.prediction.verdict.word == "tight" else ""
     if not way.built:
         return f"on {way.what}{tight}"
+    if not compared:
+        return f"with {way.what}{tight}"
     slower = 1 / (1 + way.gain) - 1
     speed = "as fast as the best" if slower <= TIE_MARGIN else f"{percent(slower)} slower than the best"
     speed = f"{percent(way.gain)} faster than the best" if way.gain > TIE_MARGIN else speed
