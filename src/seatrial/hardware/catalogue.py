@@ -28,6 +28,7 @@ class Gpu:
     fp8_tflops: float | None = None
     best_bf16_tflops: float | None = None  # the best measured rate of a matrix product
     best_fp8_tflops: float | None = None
+    nvlink_domain: int | None = None  # GPUs that NVLink joins as sold, if more than those of a node
 
 
 @cache

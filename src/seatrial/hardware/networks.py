@@ -36,13 +36,13 @@ class Network:
 
 @dataclass(frozen=True)
 class ReferenceNode:
-    """The vendor's own node for a GPU, by catalogue name, and the network it is sold with."""
+    """The vendor's own node for a GPU, by catalogue name, and the network it is sold with; "" if it is sold without."""
 
     gpu: str
     name: str
     gpus_per_node: int
-    network: str
     source: str
+    network: str = ""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from seatrial.base.errors import InputError
 from seatrial.base.registry import Registry
+from seatrial.hardware.catalogue import gpus
 from seatrial.job.callbacks import CALLBACKS, METRICS
 from seatrial.job.families import FAMILIES
 from seatrial.job.lora import LORA_TARGETS, LoraTarget
@@ -193,9 +194,8 @@ class DataSection(Section):
         return (self.train,) if isinstance(self.train, str) else tuple(self.train)
 
 
-# GPUs that NVLink joins across nodes where a job does not say: a rack of NVL72 has 18 nodes of 4 (NVIDIA's data sheets
-# of GB200 NVL72 and GB300 NVL72); NVL36 has half of it.
-NVLINK_DOMAINS = {"gb200": 72, "gb300": 72}
+# By a GPU's name, where it is sold in a rack whose nodes NVLink joins.
+NVLINK_DOMAINS = {gpu.name.casefold(): n for gpu in gpus() if (n := gpu.nvlink_domain) is not None}
 
 
 class ClusterSection(Section):

@@ -79,6 +79,9 @@ def _clusters(job: Job, fits: Sequence[Fit], width: int) -> Iterator[Line]:
             f"margin. with margin: the smallest cluster that needs at most {known.full * 100:.0f} % of a GPU's memory"
         )
         yield from note(text, width)
+    sizes = (size for f in fits if f.recipe is not None for size in (f, f.safe) if size is not None)
+    if remarks := dict.fromkeys(text for size in sizes if (text := as_sold(size))):
+        yield from note("; ".join(remarks), width)
     missing = [f for f in fits if f.recipe is not None and f.prediction is None]
     unknown = dict.fromkeys((f.why_unknown or "").removesuffix(f" on {f.gpu.name}") for f in missing)
     if any(unknown):
@@ -93,11 +96,28 @@ def _cluster(f: Fit, name: str) -> list[str]:
     return [
         name,
         f"{f.gpus:,}",
-        f"{f.cluster.nodes:,} x {f.cluster.gpus_per_node}",
+        _nodes(f),
         brief(f.recipe),
         f"{f.needs / f.room * 100:.0f} %" + f" {' ' if f.verdict.sure else TIGHT}",
         "unknown" if f.prediction is None else figures.rate(f.prediction.tokens_per_s_per_gpu),
     ]
+
+
+def _is_part(f: Fit) -> bool:
+    return f.sold is not None and f.cluster.gpus_per_node < f.sold
+
+
+def _nodes(f: Fit) -> str:
+    """Nodes and GPUs of each: 2 x 8; of a part of a node: 4 of 8."""
+    each = f.cluster.gpus_per_node
+    return f"{each} of {f.sold}" if _is_part(f) else f"{f.cluster.nodes:,} x {each}"
+
+
+def as_sold(f: Fit) -> str:
+    """What is to be known about nodes that nobody may sell; "" if they are those of the vendor."""
+    if f.sold is None:
+        return f"{f.gpu.name}: {f.cluster.gpus_per_node} GPUs per node are assumed"
+    return f"{_nodes(f)}: part of a node as it is sold" if _is_part(f) else ""
 
 
 def _plain(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[Line]:
@@ -131,6 +151,7 @@ def _fit(f: Fit) -> dict[str, Any]:
         "nodes": f.cluster.nodes,
         "gpus_per_node": f.cluster.gpus_per_node,
         "gpus": f.gpus,
+        "gpus_per_node_sold": f.sold,
         "fits": f.recipe is not None,
         "recipe": None if f.recipe is None else recipe(f.recipe),
         "needs_bytes": f.needs,

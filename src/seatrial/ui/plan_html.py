@@ -18,11 +18,13 @@ from seatrial.plan.search.scaling import Point, Scaling
 from seatrial.plan.search.search import Choice
 from seatrial.ui import figures
 from seatrial.ui.account_svg import account_svg
+from seatrial.ui.plan_fit import as_sold
 from seatrial.ui.plan_own import spanned
 from seatrial.ui.plan_words import (
     INTERVAL,
     TIGHT,
     batches,
+    cluster,
     data,
     marked,
     mfu_span,
@@ -32,6 +34,7 @@ from seatrial.ui.plan_words import (
     settings,
     span,
     too_large,
+    unlisted_sure,
     why,
 )
 from seatrial.ui.scaling_svg import scaling_svg
@@ -65,7 +68,7 @@ def page(
         picture_style=picture_style(),
         name=job.name,
         tone=tone,
-        where=f"{_cluster_text(answer)} · {job.layout}; {batches(own.recipe)}",
+        where=f"{cluster(answer.place)} · {job.layout}; {batches(own.recipe)}",
         verdict=verdict,
         wishes=wishes,
         big=list(_big(answer)),
@@ -90,13 +93,6 @@ def fit_page(job: Job, held: Account, room: float | None, fits: Sequence[Fit]) -
         memory=_memory(held, room, f"With the job's own layout, {job.layout}:"),
         fits=list(_fits(fits)),
     )
-
-
-def _cluster_text(answer: Answer) -> str:
-    place = answer.place
-    gpu = "GPU unknown" if place.gpu is None else place.gpu.name
-    where = f"{place.nodes} node{'s' * (place.nodes != 1)} x {place.gpus_per_node} {gpu}"
-    return where if place.network is None else f"{where}, {place.network.name}"
 
 
 def _big(answer: Answer) -> Iterator[tuple[str, str]]:
@@ -130,23 +126,26 @@ def _layouts(answer: Answer) -> dict[str, object] | None:
     if found is None:
         return None
     legal = f"{found.tried:,} are legal, {found.too_large:,} of them do not fit"
+    beyond = "" if answer.beyond is None else too_large(answer.beyond)
     if not found.choices:
-        return {"legal": legal, "rows": [], "least": figures.memory(found.least_bytes)}
+        return {"legal": legal, "rows": [], "least": figures.memory(found.least_bytes), "too_large": beyond}
     shown, best = found.choices[:_ROWS], found.choices[0].prediction
-    own = [] if found.own is None else [found.own]
+    safe = unlisted_sure(found, shown)
+    more = {"with margin: ": safe, "the job's own: ": found.own}
     return {
         "legal": legal,
-        "rows": [_choice(c, best) for c in shown] + [_choice(c, best, own=True) for c in own],
-        "too_large": "" if answer.beyond is None else too_large(answer.beyond),
+        "rows": [_choice(c, best) for c in shown]
+        + [_choice(c, best, name) for name, c in more.items() if c is not None],
+        "too_large": beyond,
     }
 
 
-def _choice(choice: Choice, best: Prediction, *, own: bool = False) -> Row:
+def _choice(choice: Choice, best: Prediction, name: str = "") -> Row:
+    """`name`: of a row below those of the best layouts."""
     p = choice.prediction
-    name = ("the job's own: " if own else "") + marked(choice.recipe, p)
     slower = p.step_s / best.step_s - 1
-    return "own" if own else None, [
-        name,
+    return "own" if name else None, [
+        name + marked(choice.recipe, p),
         settings(choice.recipe),
         seconds(p.step_s),
         figures.rate(p.tokens_per_s_per_gpu),
@@ -161,7 +160,7 @@ def _waterfall(answer: Answer) -> str:
     if answer.waterfall is None:
         return ""
     shown = waterfall_of(answer.waterfall)
-    title = f"Where the FLOPs go, of {'a step' if answer.forecast is None else 'the whole run'}"
+    title = f"Where the FLOPs of {'a step' if answer.forecast is None else 'the run'} go"
     return _svg_text(partial(waterfall_svg, shown, title=title, subtitle="share of the GPUs' dense peak"))
 
 
@@ -197,7 +196,7 @@ def _memory(held: Account, room: float | None, before: str) -> dict[str, object]
 
 
 def _scaling_picture(scalings: Sequence[Scaling]) -> str:
-    title = "Tokens/s/GPU relative to the smallest cluster"
+    title = "Tokens/s/GPU, smallest = 100 %"
     return _svg_text(partial(scaling_svg, scalings, title=title)) if scalings else ""
 
 
@@ -266,9 +265,8 @@ def _network(answer: Answer) -> Iterator[Row]:
 def _fits(fits: Sequence[Fit]) -> Iterator[Row]:
     for fit in (f for main in fits for f in (main, main.safe) if f is not None):
         r, p = fit.recipe, fit.prediction
-        text = fit.why_unknown or ""
-        if r is not None and fit.verdict.why:
-            text = "; ".join(filter(None, (f"tight, {fit.verdict.why}", text)))
+        tight = f"tight, {fit.verdict.why}" if fit.verdict.why else ""
+        notes = [fit.why_unknown] if r is None else [tight, as_sold(fit), fit.why_unknown]
         yield (
             "off" if r is None else None,
             [
@@ -279,6 +277,6 @@ def _fits(fits: Sequence[Fit]) -> Iterator[Row]:
                 figures.memory(fit.needs) if fit.needs < float("inf") else "unknown",
                 figures.memory(fit.room),
                 "unknown" if p is None else figures.rate(p.tokens_per_s_per_gpu),
-                text,
+                "; ".join(filter(None, notes)),
             ],
         )

@@ -164,7 +164,7 @@ def _search_result(found: Found, beyond: BeyondMemory | None) -> dict[str, Any]:
 
 
 def _beyond(b: BeyondMemory) -> dict[str, Any]:
-    """`gain`, of the speed, here and in `ways`: over the best layout that fits."""
+    """`gain`, of the speed, here and in `ways`: over the best layout that fits; null if none does, in `ways` over this one."""
     return {
         "recipe": recipe(b.recipe),
         "prediction": prediction(b.prediction),

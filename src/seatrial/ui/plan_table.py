@@ -15,7 +15,6 @@ from seatrial.plan.report.advice import (
     Suggestion,
     Target,
     TargetValue,
-    difference,
     short,
 )
 from seatrial.plan.report.answer import Answer
@@ -30,6 +29,7 @@ from seatrial.ui.plan_words import (
     TIGHT_NOTE,
     Line,
     brief,
+    cluster,
     figure,
     flop,
     gib,
@@ -38,12 +38,12 @@ from seatrial.ui.plan_words import (
     note,
     pair,
     percent,
-    rate_span,
     recomputed,
     seconds,
     settings,
     table,
     too_large,
+    unlisted_sure,
     why,
 )
 from seatrial.ui.waterfall import STYLES, waterfall_lines
@@ -83,7 +83,7 @@ def _lora(arch: Architecture) -> str:
 
 
 def _header(answer: Answer, width: int) -> Iterator[Line]:
-    job, place, arch, train = answer.job, answer.place, answer.job.architecture, answer.job.train
+    job, arch, train = answer.job, answer.job.architecture, answer.job.train
     tokens = train.global_batch * train.sequence_length
     yield f"plan of {job.name}", HEAD
     yield from pair(
@@ -98,15 +98,7 @@ def _header(answer: Answer, width: int) -> Iterator[Line]:
         f"{units.count(train.steps * tokens)} tokens, {train.precision}",
         width,
     )
-    text = f"{many(place.nodes, 'node')} x {place.gpus_per_node} "
-    text += place.gpu.name if place.gpu is not None else "ranks; GPU unknown"
-    if place.domain is not None:
-        text += f", NVLink joins {place.domain}"
-    if place.shape.several_domains and place.network is not None:
-        text += f"; {place.network.name}" + (" (assumed)" if place.network_is_assumed else "")
-    elif place.shape.several_domains:
-        text += f"; network unknown: {place.why_no_network}"
-    yield from pair("cluster", text, width)
+    yield from pair("cluster", cluster(answer.place), width)
 
 
 def _layouts(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
@@ -119,11 +111,15 @@ def _layouts(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
             yield from pair(
                 "none fits", f"the smallest needs {gib(found.least_bytes)} per GPU", width, "bold red"
             )
+        if answer.beyond is not None:
+            yield from pair("nearest", too_large(answer.beyond), width)
         return
     wide = width >= _WIDE
     best = found.choices[0].prediction
     shown = found.choices if full else found.choices[:_LAYOUTS]
     rows = [_row(str(i), c, best, wide) for i, c in enumerate(shown, 1)]
+    if (safe := unlisted_sure(found, shown)) is not None:
+        rows.append(_row("ok", safe, best, wide))
     if found.own is not None:
         rows.append(_row("own", found.own, best, wide))
     if wide:
@@ -139,6 +135,8 @@ def _layouts(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
     if any(c.recipe.recompute_every > 1 for c in shown):
         marks += ", s/2: in 1 of 2 layers"
     entries.insert(0, marks)
+    if safe is not None:
+        entries.insert(0, "ok: fastest with margin")
     if any(c.recipe.async_tensor for c in shown):
         entries.insert(0, "async: async_tensor = true")
     if any(c.recipe.layout.stages_per_rank > 1 for c in shown):
@@ -277,55 +275,55 @@ def _verdict(answer: Answer, width: int) -> Iterator[Line]:
 
 
 def verdict(answer: Answer) -> Line:
-    """The verdict in one sentence, and its style: green, yellow or red."""
+    """Whether it fits, how fast it is and whether another layout is faster; and the style: green, yellow or red.
+
+    One short sentence: what the layouts are stands in the table.
+    """
     mine, best = answer.own, answer.best
     p = mine.prediction
     sure = answer.found.sure[0] if answer.found is not None and answer.found.sure else None
     if mine.fits is False:
         assert mine.room is not None
-        over = mine.memory.reserved / mine.room - 1
-        text = f"does not fit: {gib(mine.memory.reserved)} per GPU of {gib(mine.room)}, {percent(over)} too much; "
+        text = f"does not fit: {percent(mine.memory.reserved / mine.room - 1)} too much memory"
         if best is not None:
-            text += f"the fastest that fits is {brief(best.recipe)}{_margin(best, sure)}"
+            text += f"; the best layout that fits makes {_speed(best.prediction)}{_margin(best, sure)}"
         elif answer.found is not None:
-            text += "no layout fits on this cluster (--fit lists clusters that do)"
-        return text.removesuffix("; "), "bold red"
+            text += ", and no layout fits on this cluster (--fit lists clusters that do)"
+        return text, "bold red"
     word: str = "" if mine.verdict is None else mine.verdict.word
     style = "yellow" if word == "tight" else "green"
-    if answer.forecast is not None and (lost := 1 - answer.forecast.finish.ettr) > MUCH:
-        word, style = f"{word}, with {percent(lost)} of the time lost to failures and checkpoints", "yellow"
     if p is None:
         return "; ".join(filter(None, (word, "memory and traffic are known, speed is not"))), "yellow"
+    text = f"{word}, {_speed(p)}"
+    if answer.forecast is not None and (lost := 1 - answer.forecast.finish.ettr) > MUCH:
+        text, style = f"{text}, {percent(lost)} of the time lost to failures and checkpoints", "yellow"
     if best is None:
-        return f"{word}; {rate_span(p)}", style
+        return text, style
     slower = p.step_s / best.prediction.step_s - 1
-    mine_of = Choice(mine.recipe, p, mine.limit)
-    if slower < 5e-4:
-        return (
-            f"{word}, and no layout that the rules allow is faster{_margin(mine_of, sure, tell=False)}",
-            style,
-        )
     if slower <= TIE_MARGIN:
-        text = f"{word}, and is within {percent(slower, 1)} of the best, indistinguishable"
-        return text + _margin(mine_of, sure, tell=False), style
-    text = f"{word}, but a step takes {percent(slower)} longer than with the best layout: "
-    return text + difference(mine.recipe, best.recipe) + _margin(best, sure, p), "yellow"
+        near = f"within {percent(slower, 1)} of the best layout, indistinguishable"
+        text += f"; {'no layout is faster' if slower < 5e-4 else near}"
+        return text + _margin(Choice(mine.recipe, p, mine.limit), sure, tell=False), style
+    return f"{text}; the best layout is {percent(slower)} faster{_margin(best, sure, p)}", "yellow"
+
+
+def _speed(p: Prediction) -> str:
+    return f"{figures.rate(p.tokens_per_s_per_gpu)} tokens/s/GPU"
 
 
 def _margin(choice: Choice, sure: Choice | None, own: Prediction | None = None, *, tell: bool = True) -> str:
-    """Of a tight choice: that it is, unless `tell` is false, and how its speed, or the job's own, compares with the fastest with margin."""
+    """Of a tight choice: that it is, unless `tell` is false, and how fast the fastest with margin is: compared with the job's own layout, else with it."""
     if choice.prediction.verdict.word != "tight":
         return ""
-    text = " (tight)" if tell else ""
     if sure is None:
-        return f"{text}; none fits with margin"
-    if own is None:
-        slower = sure.prediction.step_s / choice.prediction.step_s - 1
-        return f"{text}; with margin fits {brief(sure.recipe)}, {percent(slower)} slower"
-    more = own.step_s / sure.prediction.step_s - 1
-    if more < 5e-4:
-        return f"{text}; no layout that fits with margin is faster"
-    return f"{text}; {percent(more)} longer than with {brief(sure.recipe)}, which fits with margin"
+        text = "none fits with margin"
+    elif own is None:
+        text = f"{percent(sure.prediction.step_s / choice.prediction.step_s - 1)} slower with margin"
+    elif (more := own.step_s / sure.prediction.step_s - 1) < 5e-4:
+        text = "none is faster with margin"
+    else:
+        text = f"{percent(more)} with margin"
+    return f" ({'tight; ' * tell}{text})"
 
 
 def target_words(target: Target) -> str:

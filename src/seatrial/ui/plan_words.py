@@ -11,10 +11,11 @@ from seatrial.base import units
 from seatrial.job.schedules import schedule_named
 from seatrial.plan.cost.memory import FRAGMENTATION, Memory
 from seatrial.plan.cost.predict import Prediction
+from seatrial.plan.model.place import Hardware
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.report.advice import Suggestion, excess, short
 from seatrial.plan.report.beyond_memory import BeyondMemory
-from seatrial.plan.search.search import TIE_MARGIN
+from seatrial.plan.search.search import TIE_MARGIN, Choice, Found
 from seatrial.ui import figures
 
 Line = tuple[str, str]  # text and style
@@ -259,6 +260,19 @@ def many(n: int, one: str, several: str | None = None) -> str:
     return f"{n:,} {one if n == 1 else several or one + 's'}"
 
 
+def cluster(place: Hardware) -> str:
+    """Nodes, GPUs, and the network if anything uses it: "8 nodes x 8 H100 SXM; InfiniBand NDR 8x400 (assumed)"."""
+    text = f"{many(place.nodes, 'node')} x {place.gpus_per_node} "
+    text += place.gpu.name if place.gpu is not None else "ranks; GPU unknown"
+    if place.domain is not None:
+        text += f", NVLink joins {place.domain}"
+    if place.shape.several_domains and place.network is not None:
+        text += f"; {place.network.name}" + (" (assumed)" if place.network_is_assumed else "")
+    elif place.shape.several_domains:
+        text += f"; network unknown: {place.why_no_network}"
+    return text
+
+
 def brief(recipe: Recipe) -> str:
     """Layout with settings that its sizes do not show: TP2 PP2x4 FSDP32, mb 2."""
     entries = [short(recipe), f"mb {recipe.microbatch}"]
@@ -272,24 +286,37 @@ def brief(recipe: Recipe) -> str:
 
 
 def too_large(beyond: BeyondMemory) -> str:
-    """The fastest layout that only memory refuses: how fast, how much is missing, what makes it fit."""
+    """The best layout that only memory refuses: how fast, how much is missing, what makes it fit."""
     p, ways = beyond.prediction, "; no single change makes it fit"
+    compared = beyond.gain is not None
     if beyond.suggestions:
-        ways = f"; fits {' or '.join(_fits_with(way) for way in beyond.suggestions)}"
-    return (
-        f"{brief(beyond.recipe)}: {percent(beyond.gain)} faster than the best, but {percent(beyond.over)} too much memory "
-        f"({gib(p.memory.reserved)} of {gib(p.room)}){ways}"
-    )
+        ways = f"; fits {' or '.join(_fits_with(way, compared=compared) for way in beyond.suggestions)}"
+    missing = f"{percent(beyond.over)} too much memory ({gib(p.memory.reserved)} of {gib(p.room)})"
+    if beyond.gain is None:
+        rate = (
+            f"{figures.rate(p.tokens_per_s_per_gpu)} tokens/s/GPU if it fitted (none does, to compare with)"
+        )
+        return f"{brief(beyond.recipe)}: {missing}; {rate}{ways}"
+    return f"{brief(beyond.recipe)}: {percent(beyond.gain)} faster than the best, but {missing}{ways}"
 
 
-def _fits_with(way: Suggestion) -> str:
+def _fits_with(way: Suggestion, *, compared: bool) -> str:
+    """`compared`: with the speed of the best layout that fits."""
     tight = ", tight" if way.prediction.verdict.word == "tight" else ""
     if not way.built:
         return f"on {way.what}{tight}"
+    if not compared:
+        return f"with {way.what}{tight}"
     slower = 1 / (1 + way.gain) - 1
     speed = "as fast as the best" if slower <= TIE_MARGIN else f"{percent(slower)} slower than the best"
     speed = f"{percent(way.gain)} faster than the best" if way.gain > TIE_MARGIN else speed
     return f"with {way.what} ({speed}{tight})"
+
+
+def unlisted_sure(found: Found, shown: Sequence[Choice]) -> Choice | None:
+    """The fastest layout that fits with margin, if it is neither among those `shown` nor the job's own."""
+    listed = [*shown, *([] if found.own is None else [found.own])]
+    return next((c for c in found.sure[:1] if all(c.recipe != other.recipe for other in listed)), None)
 
 
 # Mark of a layout that is tight, and its note below a table.

@@ -18,9 +18,14 @@ from seatrial.plan.cost.predict import Prediction, capacity, predict, stack_for
 from seatrial.plan.model.place import hardware_of
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.report.advice import Predictor, single_changes
+from seatrial.plan.report.answer import answer
 from seatrial.plan.report.beyond_memory import BeyondMemory, beyond_memory
 from seatrial.plan.search.legal import refusal
 from seatrial.plan.search.search import MOST_OVER, TIE_MARGIN, Found, search
+from seatrial.ui.plan_html import page
+from seatrial.ui.plan_json import document
+from seatrial.ui.plan_table import lines
+from seatrial.ui.plan_words import gib, too_large
 
 pytestmark = pytest.mark.cluster  # for its time: it starts no cluster
 PLANS = Path(__file__).parents[2] / "fixtures" / "plans"
@@ -104,9 +109,39 @@ def test_twice_the_nodes_are_more_shards() -> None:
     assert predict(predictor.job.architecture, way.recipe, twice).fits
 
 
+def test_the_nearest_if_none_fits() -> None:
+    predictor, found, beyond = asked("70b-64-h100", "cluster.nodes=1")
+    assert found.choices == ()
+    assert beyond is not None
+    needs = beyond.prediction.memory.reserved
+    assert capacity(predictor.cluster) < needs <= found.least_bytes * (1 + TIE_MARGIN)
+    near = [(r, predicted(predictor, r)) for r in found.outsized]
+    fastest = min(p.step_s for _, p in near if p.memory.reserved <= found.least_bytes * (1 + TIE_MARGIN))
+    assert beyond.prediction.step_s <= fastest  # with async_tensor it may be faster
+    assert beyond.gain is None
+    nodes, card = beyond.suggestions
+    assert nodes.what == "2 nodes"
+    assert predict(predictor.job.architecture, nodes.recipe, replace(predictor.cluster, nodes=2)).fits
+    assert (card.what, card.recipe) == ("B200 SXM (180 GB)", beyond.recipe)
+    words = too_large(beyond)
+    assert "(none does, to compare with)" in words
+    assert words.endswith(" or on B200 SXM (180 GB), tight")
+    job = predictor.job
+    told = answer(job, hardware_of(job))
+    shown = " ".join(" ".join(text for text, _ in lines(told, width=100)).split())
+    assert told.beyond is not None
+    assert (
+        f"none fits the smallest needs {gib(found.least_bytes)} per GPU nearest {too_large(told.beyond)}"
+        in shown
+    )
+    assert f"Nearest: {too_large(told.beyond)}." in page(told)
+    document_of = document(told)["search"]["beyond_memory"]
+    assert (document_of["gain"], len(document_of["ways"])) == (None, 2)
+
+
 def test_none_if_no_faster_layout_fails_for_memory() -> None:
     _, found, beyond = asked("7b-one-h200", "model.preset=qwen2.5-72b")
-    assert (found.choices, beyond) == ((), None)  # nothing fits: there is no best to compare with
+    assert (found.choices, beyond) == ((), None)  # nothing fits, and all need more than twice the memory
     _, found, beyond = asked("8b-128k-64-h100", "train.sequence_length=512", "cluster.gpu=B300 SXM")
     assert found.choices
     assert beyond is None

@@ -17,12 +17,13 @@ from seatrial.plan.cost.memory import memory
 from seatrial.plan.cost.memory_fit import SURE, Errors, Tail, errors_from, judge, shipped_errors
 from seatrial.plan.cost.predict import capacity, predict, stack_for
 from seatrial.plan.model.place import hardware_of
+from seatrial.plan.report.advice import short
 from seatrial.plan.report.answer import PlanOptions, answer
 from seatrial.plan.search.search import search
 from seatrial.ui.plan_html import page
 from seatrial.ui.plan_json import document
 from seatrial.ui.plan_table import lines, verdict
-from seatrial.ui.plan_words import brief, percent
+from seatrial.ui.plan_words import percent
 
 SHARES = st.floats(0.01, 2.0)
 RATIOS = st.lists(st.floats(1.0001, 3.0), max_size=30)
@@ -149,7 +150,7 @@ def test_a_tight_job_is_reported_but_not_refused() -> None:
     assert told.own.verdict.word == "tight"
     text, style = verdict(told)
     assert text.startswith("tight, ")
-    assert text.endswith("which fits with margin")
+    assert text.endswith(" % faster (tight; 14 % with margin)")
     assert style == "yellow"
     shown = "\n".join(line for line, _ in lines(told, width=100))
     assert "memory       tight: " in shown
@@ -201,20 +202,25 @@ def test_verdict_names_fastest_sure_fit_when_the_best_is_tight() -> None:
     assert told.best.prediction.verdict.word == "tight"
     more = told.own.prediction.step_s / first.prediction.step_s - 1
     text = verdict(told)[0]
-    assert text.startswith("fits, but a step takes ")
-    assert text.endswith(
-        f"(tight); {percent(more)} longer than with {brief(first.recipe)}, which fits with margin"
+    assert text.endswith(f" % faster (tight; {percent(more)} with margin)")
+    # What it is stands in the table, on the terminal and on the page.
+    shown = "\n".join(line for line, _ in lines(told, width=100))
+    assert f"  ok   {short(first.recipe)} " in shown
+    assert f"with margin: {short(first.recipe)}<" in page(told)
+    assert "  ok  " not in "\n".join(
+        line
+        for line, _ in lines(replace(told, found=replace(told.found, sure=told.found.choices)), width=100)
     )
     # If the job's own is as fast as any that fits with margin, the text says that instead.
     same = replace(told.found, sure=(replace(first, prediction=told.own.prediction),))
-    assert verdict(replace(told, found=same))[0].endswith("; no layout that fits with margin is faster")
+    assert verdict(replace(told, found=same))[0].endswith("(tight; none is faster with margin)")
     # One that does not fit learns of both.
     large = load_job(
         preset("llama3-8b-h100"), (*SHARDED, "train.microbatch=4", "train.activation_checkpointing=none")
     )
     over = answer(large, hardware_of(large), PlanOptions())
     assert over.own.fits is False
-    assert f"(tight); with margin fits {brief(first.recipe)}, " in verdict(over)[0]
+    assert re.search(r"fits makes [\d,]+ tokens/s/GPU \(tight; \d+ % slower with margin\)$", verdict(over)[0])
     assert over.found is not None
     none = replace(over, found=replace(over.found, sure=()))
-    assert verdict(none)[0].endswith("(tight); none fits with margin")
+    assert verdict(none)[0].endswith("(tight; none fits with margin)")

@@ -26,7 +26,7 @@ from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.search.fit import Account, Fit, _lean, account, smallest
 from seatrial.plan.search.legal import refusal
 from seatrial.plan.search.search import search
-from seatrial.ui.plan_fit import document, lines
+from seatrial.ui.plan_fit import as_sold, document, lines
 from seatrial.ui.plan_html import fit_page
 
 NDR = find_network("InfiniBand NDR 8x400")
@@ -265,3 +265,24 @@ def test_the_network_may_differ_by_gpu() -> None:
     found = smallest(job(), network_of=network)
     many = [f for f in found if f.cluster.several_domains]
     assert [f.gpu.name for f in many if f.prediction is not None] == ["H200 SXM"]
+
+
+def test_a_part_of_a_node_and_an_assumed_node_are_called_so() -> None:
+    of = job("llama3-8b-h100")
+    found = {f.gpu.name: f for f in smallest(of, gpus_per_node=4)}
+    # Boards have eight, whatever the job's nodes have.
+    assert {found[name].sold for name in ("MI300X", "MI325X", "MI355X")} == {8}
+    part, card = found["MI355X"], found["H100 PCIe"]
+    assert (part.cluster.nodes, part.gpus, card.sold) == (1, 1, None)
+    whole = replace(part, cluster=replace(part.cluster, gpus_per_node=8))
+    assert as_sold(part) == "1 of 8: part of a node as it is sold"
+    assert as_sold(whole) == ""
+    assert "H100 PCIe: " in as_sold(card)
+    needs = account(of.architecture)
+    fits = [part, card, whole]
+    shown = " ".join(" ".join(text for text, _ in lines(of, needs, fits, width=140)).split())
+    assert [shown.count(words) for words in ("1 of 8 TP1", "1 x 8 TP1", as_sold(part), as_sold(card))] == [
+        1
+    ] * 4
+    assert as_sold(part) in fit_page(of, needs, None, fits)
+    assert [f["gpus_per_node_sold"] for f in document(of, needs, fits)["clusters"]] == [8, None, 8]

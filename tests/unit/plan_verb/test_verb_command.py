@@ -137,7 +137,7 @@ def test_a_tight_layout_exits_with_0(capsys: Captured) -> None:
     assert main([*own, "--set", "train.accumulate=whole"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "memory tight: " in out
-    assert "verdict tight; " in out
+    assert "verdict tight, " in out
     assert out.count("exceeded their prediction by that much") == 1
 
 

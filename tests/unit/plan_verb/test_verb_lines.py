@@ -74,13 +74,15 @@ def test_the_reference_voyage_in_words() -> None:
 
 
 def test_verdicts() -> None:
-    assert verdict(voyage())[0].startswith("fits, but a step takes ")
+    assert verdict(voyage())[0].startswith(
+        "fits, 1,802 tokens/s/GPU; the best layout is 18 % faster (tight; "
+    )
     assert verdict(nowhere()) == ("memory and traffic are known, speed is not", "yellow")
     text, style = verdict(too_large_for_all())
     assert "no layout fits on this cluster" in text
     assert style == "bold red"
     text, style = verdict(must_change())
-    assert "the fastest that fits is " in text
+    assert "the best layout that fits makes " in text
     assert style == "bold red"
 
 

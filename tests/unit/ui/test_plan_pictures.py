@@ -15,6 +15,7 @@ from xml.etree.ElementTree import Element
 
 import pytest
 
+from framed_page import CHROMIUM, framed
 from seatrial.base.errors import InputError, printable
 from seatrial.hardware.catalogue import find_gpu
 from seatrial.hardware.networks import find_network
@@ -29,6 +30,7 @@ from seatrial.plan.search.fit import account, smallest
 from seatrial.plan.search.scaling import scaling
 from seatrial.ui.account_svg import account_svg
 from seatrial.ui.plan_html import fit_page, page
+from seatrial.ui.plan_words import cluster
 from seatrial.ui.png import png
 from seatrial.ui.scaling_svg import scaling_svg
 from seatrial.ui.svg import COLOURS, NARROW, PAGE, WIDTH, svg_text
@@ -248,6 +250,30 @@ def test_the_page_needs_nothing_else_and_says_everything() -> None:
     ids = re.findall(r' id="([^"]+)"', html)
     assert len(ids) == len(set(ids)) == 12
     assert "prefers-color-scheme:dark" in html
+
+
+@pytest.mark.cluster
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_browser_shows_it_without_scrolling_sideways(tmp_path: Path, width: int) -> None:
+    """Sources are paths, which have no spaces; a name may have none either."""
+    a = told("qwen2.5-72b-b300")
+    named = replace(a.job, file=a.job.file.model_copy(update={"name": "n" * 60}))
+    file = tmp_path / "plan.html"
+    file.write_text(page(replace(a, job=named), smallest(job()), verdict="v"))
+    assert framed(file, width, tmp_path)[0] <= width
+
+
+def test_no_title_of_a_narrow_picture_is_cut() -> None:
+    assert "…" not in page(told())
+
+
+def test_page_and_terminal_name_the_same_cluster() -> None:
+    """One node uses no network, so none is named."""
+    for case in (told(), told("qwen2.5-72b-b300")):
+        where = f'<div class="soft">{cluster(case.place)} · '
+        assert where in page(case)
+        assert (NETWORK in where) == (case.place.nodes > 1)
 
 
 @pytest.mark.cluster  # slow

@@ -6,12 +6,12 @@ import html.parser
 import json
 import math
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from framed_page import CHROMIUM, framed
 from seatrial.cli.main import main
 from seatrial.record import events
 from seatrial.record.folder import RunFolder
@@ -20,7 +20,6 @@ from seatrial.record.stages import STAGES, StageWriter
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m\u202e\"'`${7*7}{{ 7*7 }}"
 BEGIN = 1_800_000_000.0
-CHROMIUM = shutil.which("chromium")
 
 
 @pytest.fixture
@@ -227,24 +226,7 @@ def test_wrong_arguments_are_refused(folder: RunFolder, tmp_path: Path) -> None:
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
 @pytest.mark.parametrize("width", [1280, 390])
 def test_a_browser_shows_it_without_scrolling_sideways(folder: RunFolder, width: int) -> None:
-    """In a frame of that width: a window of chromium cannot be narrower than 500."""
     assert main(["report", str(folder.path)]) == 0
-    frame = folder.path / "frame.html"
-    frame.write_text(
-        f'<iframe id="f" src="reports/report.html" width="{width}" height="900"></iframe><pre id="o"></pre><script>'
-        "onload=()=>{const d=f.contentDocument,e=d.documentElement;"
-        "o.textContent='WIDTH '+e.scrollWidth+' '+d.images.length+' '+d.scripts.length}</script>"
-    )
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"]
-    command += [
-        f"--user-data-dir={folder.path / 'profile'}",
-        "--virtual-time-budget=2000",
-        "--dump-dom",
-        frame.as_uri(),
-    ]
-    found = subprocess.run(
-        [str(each) for each in command], capture_output=True, text=True, timeout=60, check=True
-    )
-    printed = next(line for line in found.stdout.split("<") if "WIDTH" in line).split("WIDTH ")[1].split()
-    assert int(printed[0]) <= width
-    assert printed[1:] == ["0", "0"]
+    shown = framed(folder.reports / "report.html", width, folder.path)
+    assert shown[0] <= width
+    assert shown[1:] == (0, 0)

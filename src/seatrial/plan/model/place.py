@@ -73,8 +73,11 @@ def hardware_of(job: Job, network: str | None = None) -> Hardware:
     elif at.network is not None:
         with job.about("cluster.network"):
             chosen = known_network(at.network)
-    elif gpu is not None and (node := reference_node(gpu.name, at.gpus_per_node)) is not None:
-        chosen = find_network(node.network)
+    elif (
+        gpu is not None
+        and (node := reference_node(gpu.name, at.gpus_per_node)) is not None
+        and (chosen := find_network(node.network)) is not None
+    ):
         text = (
             f"{_ASSUMED}, that of a {node.name} ({node.source}); set cluster.network or --network for another"
         )

@@ -111,7 +111,7 @@ class Answer:
     advice: Advice | None
     targets: tuple[Target, ...]
     provenance: tuple[str, ...]
-    beyond: BeyondMemory | None = None  # the fastest layout that fails only for memory
+    beyond: BeyondMemory | None = None  # the best layout that fails only for memory
 
     @property
     def best(self) -> Choice | None:

@@ -1,4 +1,4 @@
-"""The fastest layout that fails only for memory, and the single changes that would make it fit; each is predicted."""
+"""The best layout that fails only for memory, and the single changes that would make it fit; each is predicted."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from seatrial.hardware.catalogue import gpus
 from seatrial.hardware.networks import reference_node
+from seatrial.plan.cost.memory import memory
 from seatrial.plan.cost.overlap import can_overlap
 from seatrial.plan.cost.predict import Prediction, stack_for
 from seatrial.plan.model.recipe import Recipe
@@ -19,11 +20,15 @@ from seatrial.plan.search.step_lower_bound import StepLowerBound
 
 @dataclass(frozen=True)
 class BeyondMemory:
-    """A layout that does not fit, and changes that make it fit. `gain`, also in `suggestions`: speedup over the best that fits."""
+    """A layout that does not fit, and changes that make it fit.
+
+    `gain`, also in `suggestions`: speedup over the best that fits. If none does, `gain` is None and those in `suggestions`
+    are over this layout.
+    """
 
     recipe: Recipe
     prediction: Prediction
-    gain: float
+    gain: float | None
     suggestions: tuple[Suggestion, ...]  # the fastest change of a setting, twice the nodes, another GPU
 
     @property
@@ -35,10 +40,10 @@ class BeyondMemory:
 def beyond_memory(predictor: Predictor, found: Found) -> BeyondMemory | None:
     """The fastest of `found.outsized`, if it is faster than the best layout that fits by more than `TIE_MARGIN`.
 
-    Of equally fast ones it is the one that needs the least memory.
+    Of equally fast ones it is the one that needs the least memory. If none fits, it is `_nearest`.
     """
     if not found.choices:
-        return None
+        return _nearest(predictor, found)
     best = found.choices[0].prediction.step_s
     most = best / (1 + TIE_MARGIN)
     tried: list[tuple[Recipe, Prediction]] = []
@@ -60,6 +65,19 @@ def beyond_memory(predictor: Predictor, found: Found) -> BeyondMemory | None:
         return None
     recipe, p = min(near, key=lambda n: (n[1].memory.reserved, n[0].async_tensor))
     return BeyondMemory(recipe, p, best / p.step_s - 1, tuple(_fitting(predictor, recipe, best)))
+
+
+def _nearest(predictor: Predictor, found: Found) -> BeyondMemory | None:
+    """The fastest of `found.outsized` that need the least memory, or at most `TIE_MARGIN` more; None if all need too much."""
+    model, stack = predictor.job.architecture, predictor.stack
+    needs = [(memory(model, r, stack_for(r, stack)).reserved, r) for r in found.outsized]
+    most = min((n for n, _ in needs), default=0.0) * (1 + TIE_MARGIN)
+    ways = [way for n, r in needs if n <= most for way in _with_async_tensor(predictor, r)]
+    tried = [(r, predictor.predict(r)) for r in ways if refusal(predictor.job, predictor.cluster, r) is None]
+    if not tried:
+        return None
+    recipe, p = min(tried, key=lambda t: t[1].step_s)
+    return BeyondMemory(recipe, p, None, tuple(_fitting(predictor, recipe, p.step_s)))
 
 
 def _with_async_tensor(predictor: Predictor, recipe: Recipe) -> Iterator[Recipe]:

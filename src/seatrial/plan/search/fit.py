@@ -20,7 +20,6 @@ from seatrial.job.job import Job
 from seatrial.job.layout import Layout
 from seatrial.job.numbers import divisors
 from seatrial.job.optimizers import ADAMW, optimizer_named
-from seatrial.job.schema import NVLINK_DOMAINS
 from seatrial.plan.cost.accumulate import accumulate_options
 from seatrial.plan.cost.calibration import Calibration
 from seatrial.plan.cost.kernels import UnknownSpeedError
@@ -196,6 +195,12 @@ class Fit:
     def gpus(self) -> int:
         return self.cluster.gpus
 
+    @property
+    def sold(self) -> int | None:
+        """GPUs of the node that the GPU is sold in; None if that is not known, and was assumed."""
+        node = reference_node(self.gpu.name)
+        return None if node is None else node.gpus_per_node
+
 
 def smallest(
     job: Job,
@@ -218,7 +223,7 @@ def smallest(
     for gpu in gpus():
         sold = reference_node(gpu.name)
         each = gpus_per_node if sold is None else sold.gpus_per_node
-        kinds.setdefault((each, NVLINK_DOMAINS.get(gpu.name.casefold())), []).append(gpu)
+        kinds.setdefault((each, gpu.nvlink_domain), []).append(gpu)
     found = [
         fit
         for (each, domain), alike in kinds.items()
