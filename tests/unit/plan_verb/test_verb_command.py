@@ -226,7 +226,7 @@ def test_a_picture_that_cannot_be_made_loses_no_json(capsys: Captured) -> None:
     assert json.loads(capsys.readouterr().out)["own"]["prediction"] is None
 
 
-def test_the_speed_of_experts_is_unknown_and_other_stacks_are_refused(capsys: Captured) -> None:
+def test_speed_of_experts_is_unknown_other_stacks_refused(capsys: Captured) -> None:
     keys = ("model.preset=qwen3-30b-a3b", "model.num_hidden_layers=4", "train.compile=false")
     experts = ("--own", *(word for key in keys for word in ("--set", key)))
     assert main(["plan", SMALL, *experts, "--json"]) == 0
