@@ -236,3 +236,5 @@ def test_speed_of_experts_is_unknown_other_stacks_refused(capsys: Captured) -> N
     assert "mixture of experts is not modelled" in found["own"]["why_unknown"]
     assert main(["plan", SMALL, *experts, "--stack", "nemo"]) == 2
     assert "experts of the stack nemo are not modelled" in capsys.readouterr().err
+    assert main(["plan", SMALL, *experts, "--set", "train.precision=fp32", "--dry-run"]) == 2
+    assert "the dry run cannot trace experts in fp32" in capsys.readouterr().err
