@@ -209,7 +209,10 @@ class TestFamily:
         assert 'hint: did you mean "mistral"?' in said
         model_from('{"model_type": "mixtral"}')
         assert validate() == 2
-        assert "supported are qwen2, llama, qwen3, qwen3_moe, exaone, mistral: text decoders" in capsys.readouterr().err
+        assert (
+            "supported are qwen2, llama, qwen3, qwen3_moe, exaone, mistral: text decoders"
+            in capsys.readouterr().err
+        )
 
 
 def test_a_family_whose_package_is_gone_or_broken(
