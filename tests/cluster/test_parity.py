@@ -86,8 +86,8 @@ RECOMPUTED: dict[str, dict[str, Any]] = {
 }
 
 
-# Every layer's experts, and the balance loss, which couples the layers of all stages. As many experts as microbatches have in
-# one process: the balance loss is of each microbatch.
+# Every layer's experts, and the balance loss, which couples the layers of all stages. It is of each microbatch, and every
+# layout here has those of one process.
 WITH_EXPERTS: dict[str, dict[str, Any]] = {
     "one": {"layout": {}},
     "fsdp2-sharded": {"layout": LAYOUTS["fsdp2"], "accumulate": "sharded"},

@@ -205,11 +205,14 @@ class TestFamily:
     def test_another_name_is_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert validate("model.family=mistrall") == 2
         said = capsys.readouterr().err
-        assert 'expected "qwen2", "llama", "qwen3", "exaone" or "mistral"' in said
+        assert 'expected "qwen2", "llama", "qwen3", "qwen3_moe", "exaone" or "mistral"' in said
         assert 'hint: did you mean "mistral"?' in said
         model_from('{"model_type": "mixtral"}')
         assert validate() == 2
-        assert "supported are qwen2, llama, qwen3, exaone, mistral: dense decoders" in capsys.readouterr().err
+        assert (
+            "supported are qwen2, llama, qwen3, qwen3_moe, exaone, mistral: text decoders"
+            in capsys.readouterr().err
+        )
 
 
 def test_a_family_whose_package_is_gone_or_broken(

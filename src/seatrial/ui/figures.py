@@ -5,11 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from seatrial.base import units
 from seatrial.base.errors import printable as printable
-from seatrial.job.architecture import Architecture
 from seatrial.record.metrics import MetricsRecord
+
+if TYPE_CHECKING:  # a view of a run needs no pydantic
+    from seatrial.job.architecture import Architecture
 
 
 def memory(n_bytes: float | None) -> str:

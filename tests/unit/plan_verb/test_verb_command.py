@@ -244,7 +244,7 @@ def test_a_picture_that_cannot_be_made_loses_no_json(capsys: Captured) -> None:
     assert json.loads(capsys.readouterr().out)["own"]["prediction"] is None
 
 
-def test_the_speed_of_experts_is_unknown_and_other_stacks_are_refused(capsys: Captured) -> None:
+def test_speed_of_experts_is_unknown_other_stacks_refused(capsys: Captured) -> None:
     keys = ("model.preset=qwen3-30b-a3b", "model.num_hidden_layers=4", "train.compile=false")
     experts = ("--own", *(word for key in keys for word in ("--set", key)))
     assert main(["plan", SMALL, *experts, "--json"]) == 0
@@ -254,3 +254,5 @@ def test_the_speed_of_experts_is_unknown_and_other_stacks_are_refused(capsys: Ca
     assert "mixture of experts is not modelled" in found["own"]["why_unknown"]
     assert main(["plan", SMALL, *experts, "--stack", "nemo"]) == 2
     assert "experts of the stack nemo are not modelled" in capsys.readouterr().err
+    assert main(["plan", SMALL, *experts, "--set", "train.precision=fp32", "--dry-run"]) == 2
+    assert "the dry run cannot trace experts in fp32" in capsys.readouterr().err
