@@ -66,6 +66,14 @@ class Entry:
     sources: int = 1
     spread: float | None = None
 
+    @property
+    def few(self) -> str:
+        """How little a published pace rests on, if it has one source or fewer than three rows; else empty."""
+        if self.spread is not None or (self.sources > 1 and self.rows > 2):
+            return ""
+        rows, sources = ((n, "s" * (n > 1)) for n in (self.rows, self.sources))
+        return f" ({rows[0]} row{rows[1]} of {sources[0]} source{sources[1]})"
+
 
 @dataclass(frozen=True, eq=False)  # compared by identity: predictions are cached by it
 class Calibration:
@@ -94,9 +102,7 @@ class Calibration:
             spread = own.spread
             if spread is None:
                 spread = math.hypot(ROWS * (1 + 1 / own.rows) ** 0.5, SOURCES * (1 + 1 / own.sources) ** 0.5)
-            few = own.spread is None and (own.sources == 1 or own.rows < 3)
-            rows = f" ({own.rows} row{'s' * (own.rows > 1)} of {own.sources} source{'s' * (own.sources > 1)})"
-            return Pace(own.pace * eight, spread, "calibrated", own.source + rows * few, factors)
+            return Pace(own.pace * eight, spread, "calibrated", own.source + own.few, factors)
         value = self.typical * self.families.get(family, 1.0) * self.gpu_factor(gpu) * eight
         deviations = [ROWS, SOURCES, CELLS]
         if family not in self.families:
@@ -105,7 +111,7 @@ class Calibration:
             deviations.append(ARCHITECTURES)
         near = [e for e in self.entries if self.family.get(e.stack, "") == family]
         here = [e for e in near if e.gpu == gpu.name]
-        text = ", ".join(sorted(f"{e.stack} on {e.gpu}" for e in here or near)) or "all stacks"
+        text = ", ".join(sorted(f"{e.stack} on {e.gpu}{e.few}" for e in here or near)) or "all stacks"
         return Pace(
             value, math.hypot(*deviations), "borrowed" if here else "extrapolated", f"from {text}", factors
         )
