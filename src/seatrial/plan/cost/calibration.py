@@ -7,7 +7,9 @@ in GEMMs, for which all use the vendor's. All factors are fitted together (bench
 effect of a GPU on one stack applies to all, and a stack with few rows stays near its family.
 
 Interval: pace x exp(+- z x spread), spread being the standard deviation of log(measured / predicted), with a term for
-each unmeasured factor. The pace of a stack whose family was measured on this GPU is "borrowed", others "extrapolated".
+each unmeasured factor. The pace of a stack whose family was measured on this GPU is "borrowed", others "extrapolated":
+`away` is the additional spread where other families were measured on this GPU, `unmeasured` that where none was. Both
+are fitted to what predictions without a publisher lose if they lack these rows as well (bench/plan_accuracy.py).
 """
 
 from __future__ import annotations
@@ -89,6 +91,8 @@ class Calibration:
     attention: float = 1.0
     power: float = 0.0
     fp8: float = 1.0
+    away: float = 0.0
+    unmeasured: float = 0.0
 
     def pace(self, stack: str, gpu: Gpu, precision: Precision = "bf16") -> Pace:
         """The best known pace. ValueError if there is no entry at all."""
@@ -111,6 +115,10 @@ class Calibration:
             deviations.append(ARCHITECTURES)
         near = [e for e in self.entries if self.family.get(e.stack, "") == family]
         here = [e for e in near if e.gpu == gpu.name]
+        if not here:
+            deviations.append(self.away)
+        if all(e.gpu != gpu.name for e in self.entries):
+            deviations.append(self.unmeasured)
         text = ", ".join(sorted(f"{e.stack} on {e.gpu}{e.few}" for e in here or near)) or "all stacks"
         return Pace(
             value, math.hypot(*deviations), "borrowed" if here else "extrapolated", f"from {text}", factors
