@@ -9,6 +9,7 @@ Any CSV with these columns works. Calibration sets for a stack's pace on a GPU, 
     in sample         all rows
     other models      rows of other models
     other sources     rows of other sources; other publishers: without any row of the same publisher, as for a new source
+      away, unmeasured: and without rows of the same family on the same GPU, and without any of that GPU
     other GPUs        rows of other GPUs
     other generations rows of other architectures
 
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import itertools
 import json
 import math
 import re
@@ -43,14 +45,18 @@ from seatrial.plan.cost.kernels import Kernels
 from seatrial.plan.cost.stacks import stacks
 from seatrial.plan.cost.step import step_parts
 
-WAYS = {
-    "in sample": lambda row: None,
-    "other models": lambda row: row.name,
-    "other sources": lambda row: row.source,
-    "other publishers": lambda row: publisher(row.source),
-    "other GPUs": lambda row: row.gpu,
-    "other generations": lambda row: row.cluster.gpu.architecture,
+# What rows are left out for a row: those that share one of these with it.
+WAYS: dict[str, Callable[[Row], tuple[str, ...]]] = {
+    "in sample": lambda row: (),
+    "other models": lambda row: (row.name,),
+    "other sources": lambda row: (row.source,),
+    "other publishers": lambda row: (publisher(row.source),),
+    "away": lambda row: (publisher(row.source), f"{shipped().family.get(row.stack)} on {row.gpu}"),
+    "unmeasured": lambda row: (publisher(row.source), row.gpu),
+    "other GPUs": lambda row: (row.gpu,),
+    "other generations": lambda row: (row.cluster.gpu.architecture,),
 }
+SHARED = ("typical", "operators", "attention", "power", "fp8", "away", "unmeasured")
 TABLES = ("families", "operators_of", "architectures")
 
 
@@ -74,20 +80,20 @@ class Scores:
     """Errors and coverage of one calibration set."""
 
     def __init__(self) -> None:
-        self.rows: list[tuple[Row, float, bool, str]] = []
+        self.rows: list[tuple[Row, float, bool, str]] = []  # with log(predicted / measured)
 
     def add(self, row: Row, known: Calibration, factor: float = 1.0) -> None:
         if not known.entries or row.step_s is None:
             return
         pace = paced(known, row)
         step = predicted(row, pace) * factor
-        inside = abs(math.log(step / row.step_s)) <= Z * pace.spread
-        self.rows.append((row, abs(step / row.step_s - 1), inside, pace.kind))
+        off = math.log(step / row.step_s)
+        self.rows.append((row, off, abs(off) <= Z * pace.spread, pace.kind))
 
     def table(self, key: Callable[[Row], str] | None = None) -> dict[str, Any]:
         groups: dict[str, list[tuple[float, bool]]] = {}
-        for row, error, inside, _ in self.rows:
-            groups.setdefault(key(row) if key else "all", []).append((error, inside))
+        for row, off, inside, _ in self.rows:
+            groups.setdefault(key(row) if key else "all", []).append((abs(math.expm1(off)), inside))
         out = {}
         for name, found in sorted(groups.items()):
             out[name] = score([e for e, _ in found])
@@ -101,6 +107,22 @@ class Scores:
         return {
             k: {"rows": len(v), "inside_%": round(100 * statistics.fmean(v), 1)} for k, v in found.items()
         }
+
+
+def spreads(ways: dict[str, Scores]) -> dict[str, float]:
+    """Additional spreads of an extrapolated pace (calibration.py): what the mean square of log(predicted / measured) gains.
+
+    Over the stacks on a GPU whose pace is borrowed without their publisher, so that all three sets have the same rows.
+    """
+    borrowed = {(r.stack, r.gpu) for r, _, _, kind in ways["other publishers"].rows if kind == "borrowed"}
+    squares = []
+    for name in ("other publishers", "away", "unmeasured"):
+        offs: dict[tuple[str, str], list[float]] = {cell: [] for cell in borrowed}
+        for row, off, *_ in ways[name].rows:
+            offs.get((row.stack, row.gpu), []).append(off)
+        squares.append(sum(statistics.fmean(v) ** 2 for v in offs.values() if v) / max(1, len(borrowed)))
+    gains = (max(0.0, after - before) for before, after in itertools.pairwise(squares))
+    return dict(zip(("away", "unmeasured"), (round(math.sqrt(g), 3) for g in gains), strict=True))
 
 
 def publisher(source: str) -> str:
@@ -147,13 +169,13 @@ def shortest(rows: list[Row], known: Calibration) -> float | None:
     return round(1e3 * min(found), 2) if found else None
 
 
-def baselines(rows: list[Row], left_out: Callable[[Row], Any]) -> dict[str, list[float]]:
+def baselines(rows: list[Row], left_out: Callable[[Row], tuple[str, ...]]) -> dict[str, list[float]]:
     """Errors of baselines fitted to the rows not held out: one MFU per GPU; our cost model with a single pace."""
     mfu = {id(r): _flops_s(r) for r in rows}
     own = {id(r): own_pace(r) or 1.0 for r in rows}
     errors: dict[str, list[float]] = {"constant MFU": [], "one pace": []}
     for group in dict.fromkeys(left_out(r) for r in rows):
-        kept = [r for r in rows if left_out(r) != group or group is None]
+        kept = [r for r in rows if not {*left_out(r)} & {*group}]
         if not kept:
             continue
         pace = statistics.median(own[id(r)] for r in kept)
@@ -176,7 +198,7 @@ def _flops_s(row: Row) -> float:
 
 def constants(known: Calibration) -> dict[str, int]:
     """Number of constants: fitted to rows, and set by hand (stacks.toml, numbers in plan/cost)."""
-    fitted = len(known.entries) + 5 + sum(len(getattr(known, name)) for name in TABLES)
+    fitted = len(known.entries) + len(SHARED) + sum(len(getattr(known, name)) for name in TABLES)
     folder = Path(step_parts.__code__.co_filename).parent
     table = tomllib.loads((folder / "stacks.toml").read_text(encoding="utf-8"))
     own = [v for stack in table.values() for v in stack.values()]
@@ -212,11 +234,12 @@ def evaluate(rows: list[Row]) -> tuple[dict[str, Any], Calibration]:
         own.add(row, everything, statistics.median(used))
     moved, beside_peer = 0.0, [("peer", r.peer_s / r.step_s) for r in timed if r.peer_s and r.step_s]
     result["own_rows"] = own.table().get("all")
+    ways = {name: Scores() for name in WAYS}
     for name, left_out in WAYS.items():
-        scores = Scores()
+        scores = ways[name]
         for group in dict.fromkeys(left_out(r) for r in timed):
-            kept = ((i, r) for i, r in numbered if group is None or left_out(r) != group)
-            known = everything if group is None else calibrate(kept, lines, like)
+            kept = ((i, r) for i, r in numbered if not {*left_out(r)} & {*group})
+            known = calibrate(kept, lines, like) if group else everything
             for row in timed:
                 if left_out(row) == group:
                     scores.add(row, known)
@@ -224,7 +247,7 @@ def evaluate(rows: list[Row]) -> tuple[dict[str, Any], Calibration]:
                     pace = paced(everything, row)
                     change = abs(math.log(predicted(row, paced(known, row)) / predicted(row, pace)))
                     moved = max(moved, change / (Z * pace.spread))
-        beside_peer += [(name, 1 + e) for row, e, *_ in scores.rows if row.peer_s]
+        beside_peer += [(name, math.exp(off)) for row, off, *_ in scores.rows if row.peer_s]
         result["ways"][name] = {
             "all": scores.table().get("all"),
             **{k: score(errors) if errors else None for k, errors in baselines(timed, left_out).items()},
@@ -240,6 +263,7 @@ def evaluate(rows: list[Row]) -> tuple[dict[str, Any], Calibration]:
     }
     # What leaving out a source changes of the others' predictions, at most, as a share of their intervals.
     result["moved_by_one_source"] = round(moved, 2)
+    everything = replace(everything, **spreads(ways))
     result["constants"] = constants(everything)
     result["regret"] = regret(timed, everything)
     result["shortest_layer_ms"] = shortest(timed, everything)
@@ -272,7 +296,7 @@ def toml(known: Calibration) -> str:
         "[family]  # of stacks: those that share most of their kernels",
         *(f'"{a}" = "{b}"' for a, b in known.family.items()),
     ]
-    shared = {name: getattr(known, name) for name in ("typical", "operators", "attention", "power", "fp8")}
+    shared = {name: getattr(known, name) for name in SHARED}
     for name, table in (("shared", shared), *((n, getattr(known, n)) for n in TABLES)):
         lines += ["", f"[{name}]", *(f'"{k}" = {v}' for k, v in table.items())]
     for e in sorted(known.entries, key=lambda e: (e.stack, e.gpu)):

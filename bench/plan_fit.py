@@ -29,7 +29,7 @@ from seatrial.plan.cost.collectives import Fabric
 from seatrial.plan.cost.stacks import stacks
 from seatrial.plan.cost.step import step_parts
 
-# Standard deviations of the effects' logarithms, by the beginning of their names. Nothing is known of the typical pace.
+# Standard deviations of the effects' logarithms, by the beginning of their names: assumptions. Nothing is known of the typical pace.
 PRIOR = {
     "typical": 10.0,
     "family": FAMILIES,

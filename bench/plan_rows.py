@@ -1,6 +1,6 @@
 """Published results in the planner's terms: model, recipe, cluster, stack, and measurements.
 
-Values that a source does not state are filled in here from what is known of the source; a row that still lacks a value is left
+Values that a row does not state are filled in from what is known of its source (`plan_rows.toml`); a row that still lacks a value is left
 out, with the reason. Rows of undescribed sources get stack and network from the wording of the row
 (`plan_words.py`), and are marked as guessed.
 """
@@ -10,9 +10,11 @@ from __future__ import annotations
 import csv
 import math
 import re
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from plan_words import as_stack, has_experts, memory_kind, network_of, stack_of
 from seatrial.hardware.catalogue import Gpu, find_gpu
@@ -27,27 +29,9 @@ from seatrial.plan.model.recipe import Precision, Recipe, Recompute, Sharding
 
 GIB = 1024**3
 
-# Beginning of a source -> (stack, network, vocabulary where the row has none).
-SOURCES = {
-    "vTrain": ("megatron-deepspeed", "InfiniBand HDR 4x200", 51200),
-    "BigScience": ("megatron-deepspeed-bf16", "Omni-Path 4x100", 250880),
-    "Narayanan": ("megatron-2021", "InfiniBand HDR 8x200", 51200),
-    "Megatron-LM README Jan-2021": ("megatron-2020", "InfiniBand HDR 8x200", 51200),
-    "Megatron-LM images": ("megatron-2021", "InfiniBand HDR 8x200", 51200),
-    "MegaScale NSDI24 Table 2 (Megatron": ("megatron-2023", "RoCE 8x200", 51200),
-    "MegaScale NSDI24 Table 2 (MegaScale": ("megascale", "RoCE 8x200", 51200),
-    "Megatron-LM README model_table": ("megatron", "InfiniBand NDR 8x400", 51200),
-    "GPT-NeoX": ("megatron-2021", "InfiniBand HDR 8x200", 50432),
-    "NVIDIA dgxc-benchmarking v25.04.02 (MaxText": ("maxtext", "InfiniBand NDR 8x400", 0),
-    "NVIDIA": ("nemo", "InfiniBand NDR 8x400", 51200),
-    "SimuMax": ("megatron", "InfiniBand NDR 8x400", 128256),
-    "MosaicML llm-foundry benchmarking README [A100": ("llm-foundry", "RoCE 8x200", 50368),
-    "MosaicML": ("llm-foundry", "InfiniBand NDR 8x400", 50368),
-    "torchtitan benchmarks": ("torchtitan", "InfiniBand NDR 8x400", 128256),
-    "torchtitan docs": ("torchtitan", "InfiniBand HDR 8x200", 0),
-    "InternEvo": ("internevo", "RoCE 4x100", 103168),
-    "stas00": ("deepspeed", "InfiniBand NDR 8x400", 128256),
-}
+# What is known of rows beside their own columns, see the head of that file.
+_TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+FACTS: list[dict[str, Any]] = _TABLE["fact"]
 GPUS = {
     "A100-80GB": "A100-80GB SXM",
     "A100-40GB": "A100-40GB SXM",
@@ -84,23 +68,9 @@ GATED = (
     "TinyLlama",
 )
 TIED = ("MPT", "GPT", "Megatron", "BLOOM", "OPT")
-# Without sequence parallel or distributed optimizer.
-OLD = ("vTrain", "BigScience", "Narayanan", "Megatron-LM README Jan", "Megatron-LM images", "GPT-NeoX")
-# What a source's memory figure is: torch's peak of what was allocated or reserved, or what nvidia-smi showed.
-MEMORY = {
-    "SimuMax": "allocated",
-    "torchtitan": "reserved",
-    "stas00": "reserved",
-    "NVIDIA": "allocated",
-    "BigScience": "device",
-}
-# BigScience trained in fp16 until then and "with BF16 optimizer" from then on (chronicles-prequel.md, "Rebalancing layers").
-BF16_SINCE = "date 02-28"
+DATE = re.compile(r"\bdate (\d\d-\d\d)")
 # SimuMax's own predictions of its rows (MooreThreads/SimuMax@4dcaae5 docs/b200/b200_release_v1.2_summary.json: perf_ms).
 PEER = re.compile(r"SimuMax predicted ([\d.]+) ms")
-# Microbatches of torchtitan's pipelines where none are named: as many as pipeline ranks; interleaved, two stages a rank
-# (torchtitan/parallelisms/parallelize_llama.py, "pipeline_parallel_microbatches or parallel_dims.pp").
-LOCAL_BATCH = re.compile(r"local batch (\d+)")
 RECOMPUTE: dict[str, Recompute] = {
     "full": "full",
     "full(inferred)": "full",
@@ -108,6 +78,7 @@ RECOMPUTE: dict[str, Recompute] = {
     "none(not listed)": "none",
     "": "none",
     "selective": "operators",
+    "selective(attention)": "attention",
     "selective(op)": "operators",
     "selective(layer)": "alternate",
 }
@@ -209,35 +180,29 @@ def _precision(text: str) -> Precision:
 
 
 def _row(raw: dict[str, str]) -> Row:
-    source = raw["source"]
-    known = next((v for k, v in SOURCES.items() if source.startswith(k)), None)
-    guessed = stack_of(raw) if known is None else None
-    if known is None and guessed is None:
-        raise Unusable(f"stack not known from the words of its source: {source}")
-    if known is None and has_experts(raw):
+    facts = _facts(raw)
+    raw |= {k: v for k, v in facts.items() if raw.get(k) == ""}
+    stack = facts.get("stack") or stack_of(raw)
+    known = "stack" in facts
+    if stack is None:
+        raise Unusable(f"stack not known from the words of its source: {raw['source']}")
+    if not known and has_experts(raw):
         raise Unusable("experts")
-    stack, network, vocabulary = known or (str(guessed), None, 0)
     if "offload" in raw["zero_or_fsdp"]:
         raise Unusable("optimizer on the CPU")
-    if source.startswith("torchtitan docs") and raw["gpu"].startswith("H100"):
-        network = "InfiniBand NDR 8x400"
     if "compile" in raw["precision"] and stack == "torchtitan":
         stack = "torchtitan-compiled"
-    if "PURE" in raw["precision"] and stack == "llm-foundry":
-        stack = "llm-foundry-pure"
-    if stack == "megatron-deepspeed-bf16" and "date 02-2" in raw["notes"] and BF16_SINCE not in raw["notes"]:
-        stack = "megatron-deepspeed-blocking"
-    model = _model(raw, vocabulary)
+    model = _model(raw)
     gpus = _number(raw, "n_gpus")
-    recipe = _recipe(raw, source, gpus)
-    if known is None:
+    recipe = _recipe(raw, gpus)
+    if not known:
         if recipe.global_batch % (recipe.layout.data_parallel * recipe.microbatch):
             raise Unusable("the batch is no multiple of microbatch and data parallel")
         recipe = as_stack(raw, recipe, stack)
     gpu, each = _gpu(raw["gpu"]), _number(raw, "gpus_per_node", 8)
     per_node = min(gpus, each)
     nodes = -(-gpus // per_node)
-    between = _network(raw, network, gpu.name, each, alone=nodes == 1)
+    between = _network(raw, facts.get("network"), gpu.name, each, alone=nodes == 1)
     cluster = Cluster(gpu, nodes, per_node, between, NVLINK_DOMAINS.get(gpu.name.casefold()))
     try:
         _ = Kernels(gpu, recipe.precision).peak
@@ -245,26 +210,36 @@ def _row(raw: dict[str, str]) -> Row:
         raise Unusable(str(why)) from None
     memory = _float(raw, "mem_gb_per_gpu") * GIB if raw["mem_gb_per_gpu"] else None
     row = Row(
-        source=source,
+        source=raw["source"],
         name=raw["model"],
         gpu=cluster.gpu.name,
         model=model,
         recipe=recipe,
         cluster=cluster,
         stack=stack,
-        free_microbatch=raw["micro_batch"] == "" and not LOCAL_BATCH.search(raw["notes"]),
-        free_recompute=raw["recompute"] == ""
-        and not source.startswith(("MegaScale", "NVIDIA dgxc-benchmarking v25.04.02 (MaxText")),
+        free_microbatch=raw["micro_batch"] == "",
+        free_recompute=raw["recompute"] == "",
         step_s=_step(raw, model, recipe),
         memory_bytes=memory,
-        memory_kind=next((v for k, v in MEMORY.items() if source.startswith(k)), "allocated"),
+        memory_kind=facts.get("memory", "allocated"),
         fits=raw["outcome"] != "OOM",
         peer_s=float(peer[1]) / 1e3 if (peer := PEER.search(raw["notes"])) else None,
     )
-    if known is not None:
+    if known:
         return row
     found = Guessed(**{f.name: getattr(row, f.name) for f in fields(row)})
     return replace(found, memory_kind=memory_kind(raw, stack))
+
+
+def _facts(raw: dict[str, str]) -> dict[str, Any]:
+    """All that the entries of plan_rows.toml say of a row."""
+    found: dict[str, Any] = {}
+    date = DATE.search(raw["notes"])
+    columns = raw | {"date": date[1] if date else ""}
+    for fact in FACTS:
+        if raw["source"].startswith(fact["source"]) and fact.get("where", {}).items() <= columns.items():
+            found |= fact
+    return found
 
 
 def _network(raw: dict[str, str], usual: str | None, gpu: str, each: int, *, alone: bool) -> Network | None:
@@ -277,12 +252,12 @@ def _network(raw: dict[str, str], usual: str | None, gpu: str, each: int, *, alo
     return found or default
 
 
-def _model(raw: dict[str, str], vocabulary: int) -> Architecture:
+def _model(raw: dict[str, str]) -> Architecture:
     hidden, heads = _number(raw, "hidden"), _number(raw, "heads")
     name = raw["model"]
     gated = name.casefold().startswith(tuple(g.casefold() for g in GATED))
     ffn = _number(raw, "ffn_hidden", None if gated else 4 * hidden)
-    vocab = _number(raw, "vocab", vocabulary or 32000)
+    vocab = _number(raw, "vocab", 32000)
     plain = not gated
     return OtherModel(
         num_hidden_layers=_number(raw, "layers"),
@@ -299,13 +274,13 @@ def _model(raw: dict[str, str], vocabulary: int) -> Architecture:
     )
 
 
-def _recipe(raw: dict[str, str], source: str, gpus: int) -> Recipe:
+def _recipe(raw: dict[str, str], gpus: int) -> Recipe:
     cp = _number(raw, "cp", 1)
     # Where data parallel is said to make up the rest, the others are 1.
     rest = gpus // cp // _number(raw, "dp") if raw["dp"] not in ("", "n/a") else 0
     tp = _number(raw, "tp", 1 if rest == 1 else None)
     pp = _number(raw, "pp", 1 if rest == tp else None)
-    vpp = _number(raw, "vpp", 6 if source.startswith("MegaScale") else 1)
+    vpp = _number(raw, "vpp", 1)
     if gpus % (tp * pp * cp):
         raise Unusable("layout does not divide the GPUs")
     dp = gpus // (tp * pp * cp)
@@ -313,7 +288,7 @@ def _recipe(raw: dict[str, str], source: str, gpus: int) -> Recipe:
     sharding: Sharding = "full" if "FSDP" in cut and "FSDP=0" not in cut else "optimizer"
     if "ZeRO-2" in cut:
         sharding = "gradients"
-    if "ZeRO-0" in cut or (cut == "" and source.startswith(OLD)):
+    if "ZeRO-0" in cut:
         sharding = "none"
     shard = dp
     if "groups of 8" in cut:
@@ -323,14 +298,6 @@ def _recipe(raw: dict[str, str], source: str, gpus: int) -> Recipe:
     recompute = RECOMPUTE.get(raw["recompute"])
     if recompute is None:
         raise Unusable(f"recompute {raw['recompute']}")
-    if source.startswith("MegaScale"):
-        recompute = "attention"
-    if "MaxText" in source:
-        recompute = "full"  # remat_policy = save_qkv_proj: all but one product (NVIDIA/dgxc-benchmarking maxtext/configure.sh)
-    local = LOCAL_BATCH.search(raw["notes"])
-    if local and pp > 1 and raw["micro_batch"] == "":
-        micro = max(1, int(local[1]) // pp)
-        vpp = 2 if "Interleaved" in raw["notes"] else 1
     if pp == 1:
         vpp = 1
     return Recipe(
@@ -350,7 +317,7 @@ def _recipe(raw: dict[str, str], source: str, gpus: int) -> Recipe:
         sharding=sharding,
         reshard="SHARD_GRAD_OP" not in cut and pp == 1,
         recompute=recompute,
-        sequence_parallel=not source.startswith(OLD),
+        sequence_parallel=raw["seq_parallel"] != "no",
     )
 
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import fields, replace
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from seatrial.hardware.catalogue import Gpu, find_gpu
+from seatrial.hardware.catalogue import Gpu, find_gpu, gpus
 from seatrial.hardware.networks import find_network
 from seatrial.job.architecture import Architecture
 from seatrial.job.layout import Layout
 from seatrial.job.models import model_presets
-from seatrial.plan.cost.calibration import Calibration, Entry
+from seatrial.plan.cost.calibration import Calibration, Entry, shipped
 from seatrial.plan.cost.collectives import UnknownNetworkError
 from seatrial.plan.cost.kernels import Kernels, UnknownSpeedError
 from seatrial.plan.cost.memory import memory
@@ -229,6 +230,8 @@ def known_paces(*entries: Entry) -> Calibration:
         attention=1.05,
         power=0.5,
         fp8=1.1,
+        away=0.04,
+        unmeasured=0.03,
     )
 
 
@@ -253,19 +256,37 @@ def test_a_pace_is_calibrated_borrowed_or_extrapolated() -> None:
 
 
 def test_intervals_are_wider_for_less_evidence() -> None:
-    """Many sources, one, one row; its family alone; not even that; not even the architecture."""
+    """Many sources, one, one row; its family alone, elsewhere, no stack on this GPU; another family, another architecture."""
     one = replace(HOPPER, sources=1)
+    other = replace(HOPPER, stack="unheard", gpu="H200 SXM")
     h100 = gpu("H100 SXM")
     spreads = [
         known_paces(HOPPER).pace("a", h100).spread,
         known_paces(one).pace("a", h100).spread,
         known_paces(replace(one, rows=1)).pace("a", h100).spread,
         known_paces(HOPPER).pace("ours", h100).spread,
+        known_paces(HOPPER, other).pace("ours", gpu("H200 SXM")).spread,
+        known_paces(HOPPER).pace("ours", gpu("H200 SXM")).spread,
         known_paces(HOPPER).pace("unheard", h100).spread,
         known_paces(HOPPER).pace("unheard", gpu("A100-80GB SXM")).spread,
     ]
     assert spreads == sorted(set(spreads))
-    assert "1 row of 1 source" in known_paces(replace(one, rows=1)).pace("a", h100).source
+    for stack in ("a", "ours"):  # its own, and one that borrows from it
+        assert "(1 row of 1 source)" in known_paces(replace(one, rows=1)).pace(stack, h100).source
+        assert "of 3 sources" not in known_paces(HOPPER).pace(stack, h100).source
+
+
+def test_shipped_intervals_are_wider_for_less_evidence() -> None:
+    """For every stack on every GPU of the catalogue: calibrated, borrowed, extrapolated from this GPU and from others."""
+    known = shipped()
+    measured = {e.gpu for e in known.entries}
+    spreads: list[set[float]] = [set() for _ in range(4)]
+    for stack, chip in product(stacks(), gpus()):
+        pace = known.pace(stack, chip)
+        level = ("calibrated", "borrowed", "extrapolated").index(pace.kind)
+        spreads[level + (level == 2 and chip.name not in measured)].add(pace.spread)
+    for less, more in pairwise(spreads):
+        assert max(less) < min(more)
 
 
 def test_an_unknown_architecture_has_the_mean_weighted_by_rows() -> None:

@@ -55,25 +55,26 @@ SWITCH_GPT = {
 DESCRIBED: tuple[dict[str, str], ...] = (
     {"source": "vTrain made up", **SWITCH_GPT, "interconnect": "4x HDR200 IB (800Gbps/node)"},
     {
-        "source": "BigScience made up",
+        "source": "BigScience tr11 chronicles-prequel made up",
         **SWITCH_GPT,
         "zero_or_fsdp": "ZeRO-1",
         "notes": "date 02-20",
         "mem_gb_per_gpu": "41",
         "interconnect": "Omni-Path 4x100Gb/s per node",
     },
-    {"source": "BigScience made up", **SWITCH_GPT, "zero_or_fsdp": "ZeRO-0", "notes": "date 02-28"},
+    {"source": "BigScience tr11 chronicles-prequel made up", **SWITCH_GPT, "zero_or_fsdp": "ZeRO-0"}
+    | {"notes": "date 02-28"},
     {"source": "BigScience made up", **SWITCH_GPT, "outcome": "OOM", "step_time_s": "", "recompute": "full"},
     {"source": "Narayanan made up", **SWITCH_GPT, "step_time_s": "", "tflops_per_gpu": "140"}
     | {"attn_flops_convention": "full+recompute(HFU)", "recompute": "full", "interconnect": "Selene"},
     {"source": "Megatron-LM README Jan-2021 made up", **SWITCH_GPT},
     {"source": "Megatron-LM images made up", **SWITCH_GPT, "gpu": "A100-40GB"},
-    {"source": "MegaScale NSDI24 Table 2 (Megatron made up)", "gpu": "A100-80GB", "vpp": "", "recompute": ""}
+    {"source": "MegaScale NSDI24 Table 2 (Megatron made up)", "gpu": "A100-80GB", "vpp": "6", "recompute": ""}
     | {"interconnect": "8x200Gb/s RoCE"},
     {
         "source": "MegaScale NSDI24 Table 2 (MegaScale made up)",
         "gpu": "A100-80GB",
-        "vpp": "",
+        "vpp": "6",
         "recompute": "",
     },
     {"source": "Megatron-LM README model_table made up", "micro_batch": "", "recompute": "selective"},
@@ -96,12 +97,9 @@ DESCRIBED: tuple[dict[str, str], ...] = (
     {"source": "torchtitan benchmarks made up", "gpu": "H100-96GB(HBM2e,500W)", "tp": "1", "pp": "1"}
     | {"zero_or_fsdp": "FSDP2(16)", "precision": "bf16+compile", "mem_gb_per_gpu": "60"}
     | {"interconnect": "RDMA 400Gb/s per GPU", "step_time_s": "", "tokens_per_s_per_gpu": "5000"},
-    {"source": "torchtitan benchmarks made up", "gpu": "H100-96GB(HBM2e,500W)", "pp": "2", "micro_batch": ""}
-    | {
-        "zero_or_fsdp": "FSDP2(4)",
-        "precision": "fp8+compile",
-        "notes": "Interleaved, asyncTP, local batch 8",
-    },
+    {"source": "torchtitan benchmarks made up", "gpu": "H100-96GB(HBM2e,500W)", "pp": "8", "n_gpus": "64"}
+    | {"zero_or_fsdp": "FSDP2(4)", "precision": "fp8+compile", "micro_batch": "", "vpp": ""}
+    | {"global_batch": "256"},
     {
         "source": "torchtitan docs made up",
         "tp": "1",

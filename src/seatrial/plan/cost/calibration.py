@@ -7,7 +7,9 @@ in GEMMs, for which all use the vendor's. All factors are fitted together (bench
 effect of a GPU on one stack applies to all, and a stack with few rows stays near its family.
 
 Interval: pace x exp(+- z x spread), spread being the standard deviation of log(measured / predicted), with a term for
-each unmeasured factor. The pace of a stack whose family was measured on this GPU is "borrowed", others "extrapolated".
+each unmeasured factor. The pace of a stack whose family was measured on this GPU is "borrowed", others "extrapolated":
+`away` is the additional spread where other families were measured on this GPU, `unmeasured` that where none was. Both
+are fitted to what predictions without a publisher lose if they lack these rows as well (bench/plan_accuracy.py).
 """
 
 from __future__ import annotations
@@ -66,6 +68,14 @@ class Entry:
     sources: int = 1
     spread: float | None = None
 
+    @property
+    def few(self) -> str:
+        """How little a published pace rests on, if it has one source or fewer than three rows; else empty."""
+        if self.spread is not None or (self.sources > 1 and self.rows > 2):
+            return ""
+        rows, sources = ((n, "s" * (n > 1)) for n in (self.rows, self.sources))
+        return f" ({rows[0]} row{rows[1]} of {sources[0]} source{sources[1]})"
+
 
 @dataclass(frozen=True, eq=False)  # compared by identity: predictions are cached by it
 class Calibration:
@@ -81,6 +91,8 @@ class Calibration:
     attention: float = 1.0
     power: float = 0.0
     fp8: float = 1.0
+    away: float = 0.0
+    unmeasured: float = 0.0
 
     def pace(self, stack: str, gpu: Gpu, precision: Precision = "bf16") -> Pace:
         """The best known pace. ValueError if there is no entry at all."""
@@ -94,9 +106,7 @@ class Calibration:
             spread = own.spread
             if spread is None:
                 spread = math.hypot(ROWS * (1 + 1 / own.rows) ** 0.5, SOURCES * (1 + 1 / own.sources) ** 0.5)
-            few = own.spread is None and (own.sources == 1 or own.rows < 3)
-            rows = f" ({own.rows} row{'s' * (own.rows > 1)} of {own.sources} source{'s' * (own.sources > 1)})"
-            return Pace(own.pace * eight, spread, "calibrated", own.source + rows * few, factors)
+            return Pace(own.pace * eight, spread, "calibrated", own.source + own.few, factors)
         value = self.typical * self.families.get(family, 1.0) * self.gpu_factor(gpu) * eight
         deviations = [ROWS, SOURCES, CELLS]
         if family not in self.families:
@@ -105,7 +115,11 @@ class Calibration:
             deviations.append(ARCHITECTURES)
         near = [e for e in self.entries if self.family.get(e.stack, "") == family]
         here = [e for e in near if e.gpu == gpu.name]
-        text = ", ".join(sorted(f"{e.stack} on {e.gpu}" for e in here or near)) or "all stacks"
+        if not here:
+            deviations.append(self.away)
+        if all(e.gpu != gpu.name for e in self.entries):
+            deviations.append(self.unmeasured)
+        text = ", ".join(sorted(f"{e.stack} on {e.gpu}{e.few}" for e in here or near)) or "all stacks"
         return Pace(
             value, math.hypot(*deviations), "borrowed" if here else "extrapolated", f"from {text}", factors
         )
