@@ -21,7 +21,6 @@ from seatrial.hardware.catalogue import Gpu, find_gpu
 from seatrial.hardware.networks import Network, find_network
 from seatrial.job.architecture import Architecture
 from seatrial.job.layout import Layout
-from seatrial.job.schema import NVLINK_DOMAINS
 from seatrial.plan.cost.kernels import Kernels, UnknownSpeedError
 from seatrial.plan.model.cluster import Cluster
 from seatrial.plan.model.other_model import OtherModel
@@ -203,7 +202,7 @@ def _row(raw: dict[str, str]) -> Row:
     per_node = min(gpus, each)
     nodes = -(-gpus // per_node)
     between = _network(raw, facts.get("network"), gpu.name, each, alone=nodes == 1)
-    cluster = Cluster(gpu, nodes, per_node, between, NVLINK_DOMAINS.get(gpu.name.casefold()))
+    cluster = Cluster(gpu, nodes, per_node, between, gpu.nvlink_domain)
     try:
         _ = Kernels(gpu, recipe.precision).peak
     except UnknownSpeedError as why:

@@ -21,7 +21,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from seatrial.base.errors import InputError
 from seatrial.base.registry import Registry
-from seatrial.hardware.catalogue import gpus
+from seatrial.hardware.catalogue import find_gpu
 from seatrial.job.callbacks import CALLBACKS, METRICS
 from seatrial.job.families import FAMILIES
 from seatrial.job.lora import LORA_TARGETS, LoraTarget
@@ -194,10 +194,6 @@ class DataSection(Section):
         return (self.train,) if isinstance(self.train, str) else tuple(self.train)
 
 
-# By a GPU's name, where it is sold in a rack whose nodes NVLink joins.
-NVLINK_DOMAINS = {gpu.name.casefold(): n for gpu in gpus() if (n := gpu.nvlink_domain) is not None}
-
-
 class ClusterSection(Section):
     """Where it runs."""
 
@@ -250,7 +246,8 @@ def joined_gpus(cluster: ClusterSection) -> int:
     """GPUs that NVLink joins: as written, else as sold."""
     if cluster.nvlink_domain is not None:
         return cluster.nvlink_domain
-    usual = NVLINK_DOMAINS.get((cluster.gpu or "").casefold(), 1)
+    gpu = find_gpu(cluster.gpu or "")
+    usual = 1 if gpu is None else gpu.nvlink_domain or 1
     return usual if usual % cluster.gpus_per_node == 0 else cluster.gpus_per_node
 
 
