@@ -287,7 +287,11 @@ def test_resharding_under_a_pipeline_saves_nothing(case: Case, per_rank: int) ->
     schedule = "1f1b" if per_rank == 1 else "interleaved-1f1b"
     layout = replace(case.recipe.layout, pipeline=2, stages_per_rank=per_rank, schedule=schedule)
     cluster = replace(case.cluster, nodes=2 * case.cluster.nodes)
-    with_it, without = (replace(case.recipe, layout=layout, reshard=reshard) for reshard in (True, False))
+    # Interleaving works on whole groups of microbatches.
+    whole = replace(
+        case.recipe, layout=layout, global_batch=4 * layout.data_parallel * case.recipe.microbatch
+    )
+    with_it, without = (replace(whole, reshard=reshard) for reshard in (True, False))
     stack = stacks()[case.stack]
     assert memory(case.model, with_it, stack) == memory(case.model, without, stack)
     slower = predicted(case, recipe=with_it, cluster=cluster).step_s
