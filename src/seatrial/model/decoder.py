@@ -355,8 +355,10 @@ class Decoder(nn.Module):
 
     A first stage takes token ids [B, T], others hidden states [B, T, D]; a last stage returns logits [B, T, V] or, with
     targets, the loss; other stages return hidden states. With experts, stages also pass on, summed over all layers so
-    far, how many positions were sent to each expert, and the router's probabilities [2, X] in fp32. Weights are uninitialised: `model.initialise` or a weight source
-    fills them. Build it under `torch.device("meta")` to use no memory.
+    far, how many positions were sent to each expert, and the router's probabilities, [2, X] in fp32.
+
+    Weights are uninitialised: `model.initialise` or a weight source fills them. Build it under `torch.device("meta")` to
+    use no memory.
     """
 
     def __init__(

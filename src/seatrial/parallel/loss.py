@@ -46,7 +46,7 @@ class LoadBalancing:
     """Switch Transformer's loss that spreads positions over the experts (arXiv:2101.03961), as transformers computes it.
 
     Of a microbatch, over all layers together: experts x the sum over experts of (share of positions sent there) x (mean
-    probability). It is 1 x `num_experts_per_tok` where all experts get the same. Its gradient is that of the mean over the
+    probability). It is `num_experts_per_tok` where all experts get the same. Its gradient is that of the mean over the
     microbatches of the global batch, times the coefficient; the loss that a stage returns stays the cross-entropy.
     """
 
@@ -56,9 +56,8 @@ class LoadBalancing:
         All `ranks` of a tensor group compute it, and their gradients are added.
         """
         self._factor, self._rows, self._share = coefficient * share / ranks, rows, share
-        self.total: Tensor | float = (
-            0.0  # mean over the global batch, this rank's share, of the microbatches so far
-        )
+        # This rank's share, of the microbatches so far, of the mean over the global batch.
+        self.total: Tensor | float = 0.0
 
     def __call__(self, x_BTD: Tensor, routed_2X: Tensor) -> Tensor:
         count_X, probability_X = routed_2X / self._rows

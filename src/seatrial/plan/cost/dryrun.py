@@ -112,8 +112,8 @@ def dry_run(
     on "cuda" is torch's `torch.cuda.max_memory_allocated`; memory of CUDA, NCCL and cuBLAS, and fragmentation, are not
     included.
 
-    Raises InputError for a rank that does not exist and for experts in fp32, RunFailed if a process was killed by a signal or timed out,
-    InternalError if it failed.
+    Raises InputError for a rank that does not exist and for experts in fp32, RunFailed if a process was killed by a
+    signal or timed out, InternalError if it failed.
     """
     world = job.layout.world_size
     wanted = one_of_each(job) if ranks is None else list(ranks)

@@ -202,9 +202,8 @@ def _backward(base: Memory, model: Architecture, recipe: Recipe, stack: Stack, r
     whole = layer_activations(model, recipe, stack)
     transient = (recipe.width + 4) * layer if _reduces_at_once(recipe, stack) else 0.0
     if model.num_experts and not transient and recipe.sharding == "full":
-        transient = (
-            recipe.width * layer
-        )  # as computed, before it is added to what is accumulated: much with experts
+        # As computed, before it is added to what is accumulated: much with experts.
+        transient = recipe.width * layer
     # The stage's last layers, up to the last one that is recomputed: (activations, gradients being reduced). A recomputed
     # layer holds all its activations; otherwise only gradients of activations are added.
     freed, points = 0, []

@@ -198,9 +198,8 @@ class Recorder(TorchDispatchMode):
             self.counts.flops[self.phase, "attention"] += 2 * _attention_product(args[0], args[1])
         elif packet in _BACKWARD_ATTENTION:
             self.counts.flops[self.phase, "attention"] += 5 * _attention_product(args[1], args[2])
-        elif (
-            packet is _aten.addmm_
-        ):  # of the head's loss, part by part; torch counts the one that is not in place
+        elif packet is _aten.addmm_:
+            # Of the head's loss, part by part; torch counts the one that is not in place.
             self.counts.flops[self.phase, "matmul"] += 2 * args[1].numel() * args[2].shape[-1]
         elif packet is _aten._grouped_mm:  # rows x matrices, or for the weights' gradient columns x rows
             self.counts.flops[self.phase, "matmul"] += 2 * args[0].numel() * args[1].shape[-1]
