@@ -82,7 +82,8 @@ def test_any_block_of_rows_is_merged_alike() -> None:
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's, of transformers
 @pytest.mark.parametrize("name", CASES)
 def test_peft_reads_the_adapter_and_trains_it_alike(name: str, oracle: Oracle, tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft", reason="peft is not installed")
+    import peft  # takes seconds, and transformers with it
+
     arch = _with(CASES[name])
     source = DictWeights(random_tensors(arch))
     write_huggingface(source, arch.base, tmp_path / "base")
