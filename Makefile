@@ -12,7 +12,7 @@ TIMED := -n 2 --dist loadfile --no-loadscope-reorder
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all test-fast check format bench clean
+.PHONY: help setup train test test-ci test-all test-fast check format bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -30,21 +30,25 @@ train: $(STAMP) first-voyage.toml  ## train a small Qwen2.5-shaped model over a 
 first-voyage.toml: | $(STAMP)
 	$(BIN)/seatrial init --preset first-voyage --out $@
 
-test: $(STAMP)  ## static checks, then the tests that CI runs
+test: $(STAMP)  ## static checks, then the tests to run before a commit (15 minutes on two cores)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/vulture
-	$(BIN)/pytest $(SIDE_BY_SIDE) -m "not timed and not long"
-	$(BIN)/pytest $(TIMED) -m "timed and not long"
+	$(BIN)/pytest $(SIDE_BY_SIDE) -m "not timed and not ci and not long"
+	$(BIN)/pytest $(TIMED) -m "timed and not ci and not long"
 
-test-all: test  ## and those that take long and show little more
+test-ci: test  ## and the other tests that CI runs
+	$(BIN)/pytest $(SIDE_BY_SIDE) -m "ci and not timed and not long"
+	$(BIN)/pytest $(TIMED) -m "ci and timed and not long"
+
+test-all: test-ci  ## and those that take long and show little more
 	$(BIN)/pytest $(SIDE_BY_SIDE) -m "long and not timed"
 	$(BIN)/pytest $(TIMED) -m "long and timed"
 
 test-fast: $(STAMP)  ## the tests that start no cluster (a minute on two cores)
-	$(BIN)/pytest $(SIDE_BY_SIDE) -m "not cluster and not long"
+	$(BIN)/pytest $(SIDE_BY_SIDE) -m "not cluster and not ci and not long"
 
 check: $(STAMP)  ## static checks only
 	$(BIN)/ruff format --check .

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +145,23 @@ class Run:
         for pid in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+
+def each_case(
+    names: Iterable[str], *, long: Collection[str], ci: Collection[str] = ()
+) -> pytest.MarkDecorator:
+    """Parametrises `name`; those in `long` and in `ci` have these marks."""
+
+    def mark(name: str) -> pytest.MarkDecorator | tuple[()]:
+        return pytest.mark.long if name in long else pytest.mark.ci if name in ci else ()
+
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=mark(name)) for name in names])
+
+
+def selected_cases(request: pytest.FixtureRequest) -> set[Any]:
+    """The `name` of every test of this file that will run."""
+    selected = [item for item in request.session.items if item.path == request.path]
+    return {item.callspec.params.get("name") for item in selected if hasattr(item, "callspec")}
 
 
 def run_cases(

@@ -19,7 +19,7 @@ from installed import install
 from prometheus_server import Prometheus
 from seatrial.watch.grafana.panels import boards
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timed]
+pytestmark = [pytest.mark.cluster, pytest.mark.ci, pytest.mark.timed]
 
 JOB_FILE = (
     JOB.replace("gpus_per_node = 2", "gpus_per_node = 1")

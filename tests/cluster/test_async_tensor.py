@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,9 @@ from test_parity import (
     read_runs,
 )
 
-from conftest import run_cases
+from conftest import each_case, run_cases, selected_cases
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.ci]
 
 FULL = LAYOUTS["tp2-pp2-fsdp2"]
 ZERO_BUBBLE = {**LAYOUTS["pp2-zero-bubble"], "tensor": 2}
@@ -78,11 +78,7 @@ _LONG = {
 }
 
 
-def _each(names: Iterable[str]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize(
-        "name", [pytest.param(n, marks=pytest.mark.long if n in _LONG else ()) for n in names]
-    )
-
+_each = partial(each_case, long=_LONG)
 
 SABOTAGE = {
     "order": ("positions left in the order of parts", 1),
@@ -118,9 +114,7 @@ def _cases() -> list[dict[str, Any]]:
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
     """Every case, run once; of the long ones those that a selected test reads."""
     out = tmp_path_factory.mktemp("async")
-    selected = [item for item in request.session.items if item.path == request.path]
-    wanted = {item.callspec.params.get("name") for item in selected if hasattr(item, "callspec")}
-    unwanted = {f"{kind}-{name}" for name in _LONG - wanted for kind in ("async", "plain")}
+    unwanted = {f"{kind}-{name}" for name in _LONG - selected_cases(request) for kind in ("async", "plain")}
     cases = [case for case in _cases() if case["name"] not in unwanted]
     done = run_cases(cases, out, timeout_s=600)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -9,7 +9,7 @@ import pytest
 
 from conftest import JOB, Run, records, write_corpus
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.ci]
 
 _PARALLEL = "[parallel]\ntensor = 2\npipeline = 2\n"
 

@@ -10,7 +10,7 @@ from recovery_runs import Trial, make_folder, one_node
 
 from seatrial.data.prepare import prepare
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timed]
+pytestmark = [pytest.mark.cluster, pytest.mark.ci, pytest.mark.timed]
 
 LONG = "train.steps=4000"
 

@@ -16,6 +16,7 @@ import pytest
 from seatrial.cli.main import main
 
 pytestmark = [
+    pytest.mark.ci,
     pytest.mark.cluster,
     pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl"),
 ]

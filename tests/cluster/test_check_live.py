@@ -177,6 +177,7 @@ def test_an_agent_that_hangs_is_named(cluster: Cluster) -> None:
     assert failed(result) == {"node3"}
 
 
+@pytest.mark.ci
 def test_unreachable_hosts_and_hosts_unable_to_run_are_named(
     cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -110,6 +110,7 @@ def test_a_check_that_is_stopped_leaves_nothing(
     assert files(tmp_path) == {"job.toml"}
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(bool(slurm_cluster.missing()), reason=slurm_cluster.missing() or "-")
 def test_in_an_allocation_of_slurm_its_nodes_are_measured(
     check: Callable[..., Check], tmp_path_factory: pytest.TempPathFactory

@@ -14,6 +14,7 @@ import slurm_cluster
 from seatrial.cli.main import main
 
 pytestmark = [
+    pytest.mark.ci,
     pytest.mark.cluster,
     pytest.mark.skipif(bool(slurm_cluster.missing()), reason=slurm_cluster.missing() or "-"),
 ]

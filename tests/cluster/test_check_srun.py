@@ -16,6 +16,7 @@ from seatrial.check.live.hosts import LOOPBACK, SRUN, hosts_of
 from seatrial.check.live.live_ranks import RankGroup, Ranks
 
 pytestmark = [
+    pytest.mark.ci,
     pytest.mark.cluster,
     pytest.mark.skipif(bool(slurm_cluster.missing()), reason=slurm_cluster.missing() or "-"),
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from test_parity import (
     read_runs,
 )
 
-from conftest import run_cases
+from conftest import each_case, run_cases, selected_cases
 
 pytestmark = pytest.mark.cluster
 
@@ -73,6 +72,7 @@ _LONG = {
     *("cp2-documents", "cp2-tp2", "cp2-pp2", "cp2-fsdp2", "cp2-replicate2", "cp2-interleaved"),
     *("cp2-recompute", "cp2-pp2-sharded", "cp2-selective", "cp2-selective-compiled"),
 }
+_CI = CONTEXT.keys() - _LONG - {"cp2-tp2-documents"}
 ONES: dict[str, dict[str, Any]] = {
     "one": {},
     "one-documents": {"documents": True},
@@ -86,19 +86,12 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
-def _each(names: Iterable[str]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize(
-        "name", [pytest.param(n, marks=pytest.mark.long if n in _LONG else ()) for n in names]
-    )
-
-
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
-    """Every case, run once; of the long ones those that a selected test reads."""
+    """Every case, run once; of those with marks what a selected test reads."""
     out = tmp_path_factory.mktemp("context")
-    selected = [item for item in request.session.items if item.path == request.path]
-    wanted = {item.callspec.params.get("name") for item in selected if hasattr(item, "callspec")}
-    context = {name: case for name, (case, _) in CONTEXT.items() if name not in _LONG - wanted}
+    unwanted = (_LONG | _CI) - selected_cases(request)
+    context = {name: case for name, (case, _) in CONTEXT.items() if name not in unwanted}
     ones = {name: {"layout": {}, **case} for name, case in ONES.items()}
     cases = [
         {"tied": False, "steps": 2, "name": name, **case} for name, case in (ones | context | OTHERS).items()
@@ -108,7 +101,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return read_runs(out, cases)
 
 
-@_each(CONTEXT)
+@each_case(CONTEXT, long=_LONG, ci=_CI)
 def test_it_trains_as_one_process(name: str, runs: dict[str, Ran]) -> None:
     ran, peer = runs[name], CONTEXT[name][1]
     loss, norm = _differences(ran, runs[peer])

@@ -16,7 +16,7 @@ import seatrial
 from conftest import ONE_NODE, write_corpus
 from seatrial.job.preset_files import preset_text
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.ci]
 
 # Whatever is imported anywhere, planted under its name: what Python brings along, and what we depend on.
 OTHERS = "seatrial numpy torch rich pydantic safetensors tokenizers pyarrow xxhash zstandard boto3 matplotlib triton"

@@ -12,7 +12,7 @@ import pytest
 from conftest import ONE_NODE, Run, records, seatrial
 from seatrial.data.prepare import prepare
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.ci]
 
 ONE_PROCESS = ["--set", "cluster.nodes=1", "--set", "cluster.gpus_per_node=1"]
 ONE_PROCESS += ["--set", "parallel.tensor=1", "--set", "parallel.pipeline=1"]

@@ -95,6 +95,7 @@ def wait_for(process: subprocess.Popen[str], wanted: str) -> None:
 
 
 # A killed rank is survived in test_recovery, a preemption in test_train.
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "names",
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from dryrun_derived import derived, held
 from dryrun_ranks import job_of
 from parity_ranks import LOGITS
 
-from conftest import run_cases
+from conftest import each_case, run_cases, selected_cases
 from seatrial.job import loss_rows
 
 pytestmark = pytest.mark.cluster
@@ -148,18 +149,23 @@ _LONG = (
     "tp2-pp2-documents",
     "cp2-pp2",
 )
-_NAMES = [pytest.param(name, marks=pytest.mark.long if name in _LONG else ()) for name in CASES]
 _WITH_LORA = "tp2-pp2-fsdp2-lora-selective"
-each_case = pytest.mark.parametrize("name", _NAMES)
+# Not in `make test`, which has each dimension and kind of schedule at least once.
+_CI = (
+    *("fsdp3", "replicate2-fsdp2-sharded", "one-selective", "interleaved", "tp2-pp2-fsdp2-recompute-async"),
+    *("cp2-tp2-recompute", "one-experts", _WITH_LORA, "pp2-documents"),
+)
+_each = partial(each_case, long=_LONG, ci=_CI)
+every_case = _each(CASES)
 # What is derived by hand is of models that are trained as a whole; LoRA's: test_plan_agrees.
-each_whole = pytest.mark.parametrize("name", [p for p in _NAMES if p.values != (_WITH_LORA,)])
+every_whole = _each([name for name in CASES if name != _WITH_LORA])
 
 
 @pytest.fixture(scope="module")
 def out(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every case that a selected test reads, run once; no real ranks where only the dry run is read."""
     folder = tmp_path_factory.mktemp("dryrun")
-    wanted = {item.callspec.params["name"] for item in request.session.items if item.path == request.path}
+    wanted = selected_cases(request)
     cases = [
         {**case, "only_dry": name not in wanted}
         for name, case in CASES.items()
@@ -185,7 +191,7 @@ def _peak(traced: dict[str, Any]) -> int:
     return max(sum(kinds.values()) for kinds in traced["peaks"].values())
 
 
-@each_whole
+@every_whole
 def test_parameters_gradients_and_optimizer_state_are_exact(name: str, out: Path) -> None:
     job = job_of(CASES[name])
     for rank, (real, dry) in enumerate(_both(out, name)):
@@ -197,6 +203,7 @@ def test_parameters_gradients_and_optimizer_state_are_exact(name: str, out: Path
         assert real["state"] == 2 * real["held"]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", [_WITH_LORA])
 def test_frozen_parameters_have_no_gradients_and_no_state(name: str, out: Path) -> None:
     for real, dry in _both(out, name):
@@ -206,7 +213,7 @@ def test_frozen_parameters_have_no_gradients_and_no_state(name: str, out: Path) 
         assert dry["bytes"]["optimizer"] == real["state"] + real["scalars"]
 
 
-@each_case
+@every_case
 def test_collectives_are_exact(name: str, out: Path) -> None:
     """Against the calls of a real step, seen by the same eyes and by others."""
     for real, dry in _both(out, name):
@@ -223,7 +230,7 @@ def test_collectives_are_exact(name: str, out: Path) -> None:
         assert sorted([*key, calls] for key, calls in messages.items()) == real["messages"]
 
 
-@each_whole
+@every_whole
 def test_collectives_are_those_derived_by_hand(name: str, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss_rows, "LOGITS", LOGITS)  # as in the ranks
     job = job_of(CASES[name])
@@ -236,7 +243,7 @@ def test_collectives_are_those_derived_by_hand(name: str, out: Path, monkeypatch
         assert {key: (counted[key], payload[key]) for key in counted} == derived(job, rank, "cpu")
 
 
-@each_case
+@every_case
 def test_flops_are_exact(name: str, out: Path) -> None:
     for real, dry in _both(out, name):
         assert dry["flops"] == real["flops"]
@@ -262,7 +269,7 @@ def test_async_tensor_parallel_has_the_same_flops_and_traffic(name: str, out: Pa
     assert told[0] == told[1]
 
 
-@each_case
+@every_case
 def test_memory_is_that_of_a_real_step(name: str, out: Path) -> None:
     """Live bytes as torch allocates them, to the byte where nobody communicates.
 
@@ -276,7 +283,7 @@ def test_memory_is_that_of_a_real_step(name: str, out: Path) -> None:
         assert _peak(dry) <= _peak(real) <= 1.05 * _peak(dry)
 
 
-@each_case
+@every_case
 def test_the_first_step_is_like_the_second(name: str, out: Path) -> None:
     """So one traced step is enough."""
     told = json.loads((out / f"{name}.dry.json").read_text())

@@ -9,6 +9,7 @@ import pytest
 from dryrun_derived import derived, held
 from dryrun_ranks import job_of
 
+from conftest import each_case
 from seatrial.base.errors import InputError, InternalError, RunFailed
 from seatrial.job.architecture import Architecture
 from seatrial.job.job import Job
@@ -16,7 +17,7 @@ from seatrial.plan.cost import dryrun
 from seatrial.plan.cost.dryrun import DryRun, RankStep, dry_run
 from seatrial.train.dryrun.trace import at_size
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.ci]
 
 PATIENCE_S = 3600.0  # what a trace costs is processor time, of which others may take most
 
@@ -94,9 +95,7 @@ _LONG = (
 )  # the first two trace many layers and microbatches
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.long if n in _LONG else ()) for n in LARGE]
-)
+@each_case(LARGE, long=_LONG)
 def test_a_step_carried_over_is_the_whole_step(name: str) -> None:
     case, layers, microbatches = LARGE[name]
     job = at_size(job_of({"name": name, "tied": False, "precision": "bf16", **case}), layers, microbatches)

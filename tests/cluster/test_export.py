@@ -32,7 +32,7 @@ from seatrial.record.folder import RunFolder
 from seatrial.record.run import read_plan
 from seatrial.train.rank import make_loader
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.ci]
 
 # What a process may need more than one that exports next to nothing: chunks read ahead and kept, one block read and one
 # written. It does not depend on the model's size.

@@ -18,7 +18,7 @@ from seatrial.record.goodput import goodput
 from seatrial.record.straggling import straggling
 from seatrial.record.view import read_view
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timed]
+pytestmark = [pytest.mark.cluster, pytest.mark.ci, pytest.mark.timed]
 
 _SLACK_S = 0.35  # of each moment that the test observes: two busy cores, and files that it polls
 _DEFAULT = 1  # seeds of the default suite

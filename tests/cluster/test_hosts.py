@@ -16,7 +16,7 @@ import pytest
 from conftest import CONSOLE_BYTES, JOB, records, write_corpus
 from seatrial.launch.netns import Hosts, Unavailable
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timed]
+pytestmark = [pytest.mark.cluster, pytest.mark.ci, pytest.mark.timed]
 
 TIMEOUT_S = 90.0
 STEPS = 40

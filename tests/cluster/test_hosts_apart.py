@@ -16,7 +16,7 @@ from recovery_runs import Trial, assert_same, lines, make_folder, one_node
 from seatrial.record.folder import RunFolder
 from seatrial.record.launches import read_outcome
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timed]
+pytestmark = [pytest.mark.cluster, pytest.mark.ci, pytest.mark.timed]
 
 NODES, SPARES = 3, 1
 LOGIN = NODES + SPARES  # the host of `seatrial train`

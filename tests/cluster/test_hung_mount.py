@@ -9,7 +9,7 @@ from recovery_runs import REPLICAS, STEPS, Trial, make_folder
 
 from hung_mount import HungMount
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timed]
+pytestmark = [pytest.mark.cluster, pytest.mark.ci, pytest.mark.timed]
 
 # Longer than the run is disturbed: nobody may wait for a collective, or for the storage, for so long.
 PATIENT = ("resilience.hang_min_s=60", "resilience.snapshot_every_steps=3", "checkpoint.every_steps=4")

@@ -23,6 +23,7 @@ from seatrial.record.folder import RunFolder
 from seatrial.record.launches import known_launch, read_outcome
 
 pytestmark = [
+    pytest.mark.ci,
     pytest.mark.cluster,
     pytest.mark.timed,
     pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl"),

@@ -119,6 +119,7 @@ def steps_of(trial: Trial, generation: int) -> list[int]:
     return [m["step"] for m in lines(trial.run / "metrics.jsonl") if m["generation"] == generation]
 
 
+@pytest.mark.ci
 def test_killed_preempted_and_resumed_it_is_bit_equal(begin: Begin, on_cpu: Trial) -> None:
     job = (*JOB, "train.deterministic=true")
     trial = begin(*job, late=True)

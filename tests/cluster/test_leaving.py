@@ -102,6 +102,7 @@ def prepared(path: Path) -> AgentSpec:
     )
 
 
+@pytest.mark.ci
 def test_agent_without_launcher_and_late_agent_use_run_exit_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

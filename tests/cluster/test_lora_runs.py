@@ -22,7 +22,7 @@ from test_parity import (
     read_runs,
 )
 
-from conftest import run_cases, seatrial
+from conftest import each_case, run_cases, seatrial, selected_cases
 from seatrial.base.box import Box
 from seatrial.checkpoint.read import CheckpointWeights
 from seatrial.job import load_job
@@ -32,7 +32,7 @@ from seatrial.model.hf import HuggingFaceWeights
 from seatrial.model.hf_write import write_huggingface
 from seatrial.model.initialise import RandomWeights
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.ci]
 
 ALL = {"rank": 4, "alpha": 8.0, "targets": LORA_TARGETS}
 # Of a projection group some, of another none; nothing before `v_proj` needs a gradient in the first layer.
@@ -105,8 +105,7 @@ ONE: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
     out = tmp_path_factory.mktemp("lora")
-    selected = [item for item in request.session.items if item.path == request.path]
-    wanted = {item.callspec.params.get("name") for item in selected if hasattr(item, "callspec")}
+    wanted = selected_cases(request)
     named = ONE | {name: case for name, (case, _) in CASES.items() if name in wanted}
     usual = {"layout": {}, "tied": False, "steps": 3, "lora": ALL}
     cases = [{"name": name, **usual, **case} for name, case in named.items()]
@@ -115,9 +114,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return read_runs(out, cases)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.long if n in _LONG else ()) for n in CASES]
-)
+@each_case(CASES, long=_LONG)
 def test_a_layout_trains_adapters_as_one_process(name: str, runs: dict[str, Ran]) -> None:
     peer = CASES[name][1]
     loss, norm = _differences(runs[name], runs[peer])

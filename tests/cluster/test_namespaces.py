@@ -14,7 +14,7 @@ from seatrial.base.errors import InputError
 from seatrial.job import load_job
 from seatrial.launch.netns import Hosts, Unavailable
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timed]
+pytestmark = [pytest.mark.cluster, pytest.mark.ci, pytest.mark.timed]
 
 APART = ("--set", "cluster.namespaces=true")
 

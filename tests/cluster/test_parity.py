@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from conftest import run_cases
+from conftest import each_case, run_cases, selected_cases
 from installed import install_examples
 
 pytestmark = pytest.mark.cluster
@@ -272,11 +273,10 @@ def read_runs(out: Path, cases: Iterable[dict[str, Any]]) -> dict[str, Ran]:
 
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
-    """Every case, run once; of the long ones those that a selected test reads."""
+    """Every case, run once; of those of `make test-ci` and `make test-all` what a selected test reads."""
     out = tmp_path_factory.mktemp("parity")
-    selected = [item for item in request.session.items if item.path == request.path]
-    wanted = {item.callspec.params.get("name") for item in selected if hasattr(item, "callspec")}
-    cases = [case for case in _cases() if case["name"] in wanted or case["name"] not in _LONG]
+    unwanted = (_LONG | _CI) - selected_cases(request)
+    cases = [case for case in _cases() if case["name"] not in unwanted]
     with pytest.MonkeyPatch.context() as patch:
         install_examples(out / "site", patch)
         done = run_cases(cases, out, timeout_s=600)
@@ -336,10 +336,14 @@ _LONG = {
 }
 
 
-def _each(names: Iterable[str]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize(
-        "name", [pytest.param(n, marks=pytest.mark.long if n in _LONG else ()) for n in names]
-    )
+# Not in `make test`, which has each dimension and kind of schedule at least once.
+_CI = {
+    *("pp2-zero-bubble-untied", "pp4-tied", "pp2-gpipe-untied", "pp2-breadth-first-untied", "fsdp2-untied"),
+    *("one-selective-recompute", "one-every2-recompute"),
+    *("pp2-replicate2-fsdp2-sharded-untied", "fsdp2-sharded-experts"),
+    *("pp2-zero-bubble-fsdp2-documents", "recompute-documents", "compiled-documents"),
+}
+_each = partial(each_case, long=_LONG, ci=_CI)
 
 
 def _peer(name: str) -> str:

@@ -21,7 +21,7 @@ from seatrial.plan.cost.step import rank_traffic
 from seatrial.plan.model.cluster import Cluster
 from seatrial.plan.model.recipe import Recipe
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.ci]
 
 COMMON = (
     "model.preset=qwen2.5-0.5b",

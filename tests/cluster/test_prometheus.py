@@ -21,7 +21,7 @@ from seatrial.record.series import NODE_SERIES, PREFIX, RUN_SERIES
 from seatrial.record.telemetry import read_latest
 from seatrial.watch.grafana.alert_rules import rules_yaml
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.ci]
 
 # Two nodes of one rank each, for as long as the test takes.
 LIVE = JOB.replace("gpus_per_node = 2", "gpus_per_node = 1").replace("tensor = 2\npipeline = 2", "shard = 2")

@@ -86,6 +86,7 @@ def test_a_replica_gives_its_state_and_no_step_is_lost(begin: Begin, replicas: T
 # -- gradients reduced in every microbatch: nothing that an interrupted step has added up is in the one after it
 
 
+@pytest.mark.ci
 def test_killed_rank_resumes_with_sharded_gradients(begin: Begin, replicas: Trial) -> None:
     """Replicas alone add up in the same order either way, so their bits are those of whole gradients."""
     trial = begin(*REPLICAS, "train.accumulate=sharded")
@@ -110,6 +111,7 @@ def test_killed_rank_of_shards_resumes_bit_for_bit(begin: Begin, tmp_path: Path)
     assert_same(trial, undisturbed(tmp_path / "undisturbed", *settings))
 
 
+@pytest.mark.ci
 def test_killed_rank_of_a_context_group_resumes_bit_for_bit(begin: Begin, tmp_path: Path) -> None:
     context = ("parallel.context=2", "parallel.shard=1", "parallel.replicate=2", "parallel.pipeline=1")
     settings = ("cluster.gpus_per_node=2", "parallel.tensor=1", *context, "train.steps=9")
@@ -227,6 +229,7 @@ def test_node_loss_with_one_copy_and_no_replica_uses_the_disk(begin: Begin, refe
     assert_same(trial, reference)
 
 
+@pytest.mark.ci
 def test_node_loss_with_one_copy_resumes_from_replica_memory(begin: Begin, replicas: Trial) -> None:
     """No process keeps its state, as on GPUs: what the spare's ranks go on from is what a replica's node holds."""
     trial = begin(*REPLICAS, ONE_COPY, "cluster.spares=1", "resilience.in_place=false")

@@ -7,7 +7,7 @@ from rounds import Strike, play, prepare
 
 from seatrial.drill.reference import Reference
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timed]
+pytestmark = [pytest.mark.cluster, pytest.mark.ci, pytest.mark.timed]
 
 STALLED = {
     "everything stopped at the start": [Strike(2.0, "all")],

@@ -20,7 +20,7 @@ from seatrial.checkpoint.write import Piece
 from seatrial.record.folder import RunFolder
 from seatrial.storage import StorageError, open_store
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.ci]
 
 WAIT_S = 120.0
 VALUES = 6_000_000  # 24 MB: several chunks, and an upload in several parts

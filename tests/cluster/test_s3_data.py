@@ -26,7 +26,7 @@ from seatrial.data.tokenizer import ByteTokenizer
 from seatrial.data.writer import StoreWriter
 from seatrial.storage import StorageError, open_store
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.ci]
 
 N, ROOMY = 3_000_000, 1 << 30
 

@@ -16,7 +16,7 @@ from seatrial.data.prepare import prepare
 from seatrial.storage import StorageError, open_store
 from seatrial.storage.s3 import S3Store
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.ci]
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from conftest import ONE_NODE, Run, records, seatrial, write_corpus
 from moto_server import MotoServer
 from seatrial.checkpoint.place import open_place
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.ci]
 
 STEPS = 40
 

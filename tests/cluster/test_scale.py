@@ -20,7 +20,7 @@ from seatrial.base import process
 from seatrial.record.folder import RunFolder
 from seatrial.record.stages import read_generation
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.ci]
 
 TIMEOUT_S = 120.0
 SCALE = ("scale", "job.toml", "--nodes", "1,2", "--steps", "12", "--repeats", "3")

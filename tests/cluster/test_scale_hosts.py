@@ -18,7 +18,7 @@ from ssh_hosts import SSHD, SshHosts
 from conftest import JOB, write_corpus
 from seatrial.launch.netns import Hosts, Unavailable
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timed]
+pytestmark = [pytest.mark.cluster, pytest.mark.ci, pytest.mark.timed]
 
 NODES = 4
 SICK = 3  # the node with a fault; not in the smaller size

@@ -19,6 +19,7 @@ import slurm_cluster
 from conftest import JOB, seatrial, write_corpus
 
 pytestmark = [
+    pytest.mark.ci,
     pytest.mark.cluster,
     pytest.mark.timed,
     pytest.mark.skipif(bool(slurm_cluster.missing()), reason=slurm_cluster.missing() or "-"),

@@ -153,6 +153,7 @@ def handle(trial: Trial) -> str:
     return str(trial.until(lambda: handle_now(trial)))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("slurm", [{"left": "n[1,3]", "right": "n[2,4-5]"}], indirect=True)
 def test_slurm_run_is_bitwise_equal_to_virtual_cluster(cluster: Cluster, undisturbed: Trial) -> None:
     """And its nodes take their places in the order of the switches."""
@@ -201,6 +202,7 @@ def test_without_a_spare_it_goes_on_smaller(cluster: Cluster, undisturbed_long: 
     assert trial.samples() == undisturbed_long.samples()
 
 
+@pytest.mark.ci
 def test_follow_up_job_resumes_after_loss_of_the_batch_node(cluster: Cluster, undisturbed_two: Trial) -> None:
     trial = cluster.train(*TWO)
     job = handle(trial)
@@ -246,6 +248,7 @@ def test_stop_saves_and_leaves_no_job(cluster: Cluster, undisturbed_two: Trial) 
     assert_same(again, undisturbed_two)
 
 
+@pytest.mark.ci
 def test_exit_code_of_a_failed_run_is_the_jobs(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """Started from a login node, which needs neither GPUs nor torch."""
     absent = cluster.folder / "absent" / "torch"
@@ -266,6 +269,7 @@ def test_exit_code_of_a_failed_run_is_the_jobs(cluster: Cluster, monkeypatch: py
     assert cluster.job(job)["ExitCode"] == "1:0"
 
 
+@pytest.mark.ci
 def test_second_start_is_refused_and_excluded_nodes_are_not_used(cluster: Cluster) -> None:
     options = 'slurm.options=["--comment=what the team calls it"]'
     trial = cluster.train(*TWO, 'slurm.exclude="n[1,3,5]"', options)

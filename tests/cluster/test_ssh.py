@@ -174,6 +174,7 @@ def told(cluster: SshHosts, kind: str) -> list[dict[str, Any]]:
     return [e for e in records(cluster.folder / "runs/small/events.jsonl") if e["kind"] == kind]
 
 
+@pytest.mark.ci
 def test_problems_of_each_host_are_reported_before_starting(
     cluster: SshHosts, train: Callable[..., Run]
 ) -> None:
@@ -202,6 +203,7 @@ def test_problems_of_each_host_are_reported_before_starting(
     assert said.count(f"{other_python}/bin/python has no Seatrial") == 3
 
 
+@pytest.mark.ci
 def test_a_run_folder_that_a_host_does_not_see(cluster: SshHosts, train: Callable[..., Run]) -> None:
     """Host 1 has a file system of its own where the runs are."""
     (cluster.folder / "runs").mkdir()

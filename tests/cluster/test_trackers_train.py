@@ -10,7 +10,7 @@ from recovery_runs import Begin, beginning, lines
 
 from installed import install, install_examples
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timed]
+pytestmark = [pytest.mark.cluster, pytest.mark.ci, pytest.mark.timed]
 
 ONE_RANK = ("cluster.nodes=1", "cluster.gpus_per_node=1", "parallel.tensor=1", "parallel.pipeline=1")
 RAISES = """

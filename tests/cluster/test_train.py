@@ -332,6 +332,7 @@ class TestKilled:
         run.process.wait()
         run.wait_gone(within_s=5)
 
+    @pytest.mark.ci
     def test_an_agent(self, start: Start) -> None:
         run = start("--set", "train.steps=100000", *UNSUPERVISED)
         run.wait_line("step      2/")
@@ -379,6 +380,7 @@ class TestTorchrun:
         torchrun(folder)
         assert_same_run(folder, whole[0])
 
+    @pytest.mark.ci
     def test_from_a_checkpoint(self, killed: Path, whole: tuple[Path, int, str, str]) -> None:
         torchrun(killed)
         assert_same_run(killed, whole[0])
@@ -401,6 +403,7 @@ class TestResume:
             assert loss == pytest.approx(theirs[step][0], abs=1e-4)
             assert norm == pytest.approx(theirs[step][1], rel=1e-3)
 
+    @pytest.mark.ci
     def test_a_torn_metrics_file_and_two_unusable_checkpoints(
         self, whole: tuple[Path, int, str, str], killed: Path, start: Start
     ) -> None:
@@ -446,6 +449,7 @@ class TestResume:
         assert "rank-00002.safetensors has 100 bytes" in err
         assert f"resuming after step {int(before.name.removeprefix('step-'))}\n" in err
 
+    @pytest.mark.ci
     def test_a_run_that_lost_its_checkpoints_does_not_start_over(self, short: Path, start: Start) -> None:
         (run_of(short) / "checkpoints").rename(short / "unmounted")
         code, _, err = start().wait()
@@ -454,12 +458,14 @@ class TestResume:
         assert "--fresh" in err
         assert "step   1/12" not in err
 
+    @pytest.mark.ci
     def test_other_text_behind_the_same_path_is_another_run(self, short: Path, start: Start) -> None:
         (short / "corpus/more.py").write_text("x = 1\n" * 200)
         code, _, err = start().wait()
         assert code == 2
         assert "data.tokens_sha256" in err
 
+    @pytest.mark.ci
     def test_the_whole_project_in_another_place(self, short: Path, start: Start) -> None:
         moved = short / "moved"
         moved.mkdir()

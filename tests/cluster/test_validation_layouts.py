@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from parity_ranks import ARCH, LENGTH
 from validation_ranks import EVERY, SAMPLES, SEED, STEPS
 
-from conftest import records, run_cases
+from conftest import each_case, records, run_cases, selected_cases
 from seatrial.checkpoint.manifest import named
 from seatrial.checkpoint.read import CheckpointWeights
 from seatrial.data.order import sample_index
@@ -27,7 +27,7 @@ from seatrial.record.frontier import account
 from seatrial.record.metrics import read_metrics
 from seatrial.record.stages import STAGES, VALIDATION, read_generation
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.ci]
 
 FULL = {"tensor": 2, "pipeline": 2, "shard": 2}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -60,8 +60,7 @@ def write_store(folder: Path, documents: int, seed: int) -> str:
 def out(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("validation")
     stores = [write_store(out / "training", 60, 1), write_store(out / "other", 40, 2)]
-    selected = [item for item in request.session.items if item.path == request.path]
-    wanted = {item.callspec.params.get("name") for item in selected if hasattr(item, "callspec")}
+    wanted = selected_cases(request)
     common = {"tied": True, "root": str(out), "stores": stores}
     cases = [
         {"name": "one", "layout": {}, **common},
@@ -85,9 +84,7 @@ def losses(out: Path, name: str) -> dict[int, float]:
     return {r.step: r.validation_loss for r in found if r.validation_loss is not None}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.long if n in LONG else ()) for n in LAYOUTS]
-)
+@each_case(LAYOUTS, long=LONG)
 def test_a_layout_measures_the_loss_of_one_process(name: str, out: Path) -> None:
     found, one = losses(out, name), losses(out, "one")
     assert found.keys() == one.keys() == {EVERY, STEPS}

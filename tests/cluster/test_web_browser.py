@@ -34,6 +34,7 @@ PAGES = (
 )
 
 pytestmark = [
+    pytest.mark.ci,
     pytest.mark.cluster,
     pytest.mark.timed,
     pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed"),

@@ -105,6 +105,7 @@ def test_the_blame_is_right(nodes: int, draws: int) -> None:
     assert score.recall >= GOAL, str(score)
 
 
+@pytest.mark.ci
 @pytest.mark.cluster
 @pytest.mark.parametrize(
     ("nodes", "draws"),

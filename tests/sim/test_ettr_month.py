@@ -59,6 +59,7 @@ def test_mean_matches_first_order_formula_within_its_assumptions(
     assert mean == pytest.approx(first_order(case), rel=0.01)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("tier", [disk, memory])
 @pytest.mark.parametrize("lag", [0.0, 200.0])
 @pytest.mark.parametrize("mttf_s", [20000.0, 2000.0, 500.0])
@@ -166,6 +167,7 @@ def test_script_prints_table_or_json_deterministically(recovery: Path) -> None:
     assert all(table.count(f"\n{s.name} ") == 2 * len(RATES) for s in SCENARIOS)
 
 
+@pytest.mark.ci
 def test_the_script_writes_between_the_markers_and_draws(recovery: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the plot needs matplotlib")
     page = tmp_path / "ettr.md"

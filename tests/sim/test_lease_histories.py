@@ -38,6 +38,7 @@ def test_a_few_hundred_histories() -> None:
     assert starts > 1300
 
 
+@pytest.mark.ci
 @pytest.mark.cluster
 @pytest.mark.parametrize("histories", [1000, pytest.param(5000, marks=pytest.mark.long)])
 def test_thousands_of_histories(histories: int) -> None:

@@ -61,6 +61,7 @@ def test_a_few_hundred_histories() -> None:
     assert ends["starts"] > 600
 
 
+@pytest.mark.ci
 @pytest.mark.cluster
 @pytest.mark.parametrize("histories", [2000, pytest.param(10_000, marks=pytest.mark.long)])
 def test_thousands_of_histories(histories: int) -> None:

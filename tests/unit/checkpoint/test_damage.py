@@ -215,6 +215,7 @@ def wrong(loaded: dict[str, Tensor], saved: dict[str, Tensor]) -> list[str]:
     ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_none_of_ten_thousand_damages_is_loaded(
     threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

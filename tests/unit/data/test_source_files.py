@@ -268,6 +268,7 @@ def test_archives_in_archives_are_refused(tmp_path: Path) -> None:
         assert "is not text: gzip data in" in refused(path, tmp_path)
 
 
+@pytest.mark.ci
 @pytest.mark.cluster
 @pytest.mark.parametrize(
     ("name", "line"),

@@ -16,6 +16,7 @@ print(os.environ["NCCL_ALGO"], os.environ["CUBLAS_WORKSPACE_CONFIG"], torch.are_
 """
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("given", "said"),
     [

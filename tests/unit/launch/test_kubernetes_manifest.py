@@ -92,6 +92,7 @@ DATA = st.recursive(
 )
 
 
+@pytest.mark.ci
 @pytest.mark.cluster
 @given(st.dictionaries(TEXT, DATA, min_size=1))
 def test_yaml_is_read_back_as_it_was_written(document: dict[str, Any]) -> None:

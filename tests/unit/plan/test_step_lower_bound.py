@@ -42,6 +42,7 @@ def ways(job: Job, cluster: Cluster) -> Iterator[Recipe]:
                 yield replace(recipe, async_tensor=True)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [

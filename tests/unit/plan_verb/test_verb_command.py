@@ -197,6 +197,7 @@ def test_another_network_changes_the_speed(capsys: Captured) -> None:
     assert steps[0] < steps[1]
 
 
+@pytest.mark.ci
 @pytest.mark.cluster
 def test_a_dry_run_is_compared_with_the_closed_form(capsys: Captured) -> None:
     """On CPU the highest point may differ, other kernels being at work; all that is sent and held is the same."""

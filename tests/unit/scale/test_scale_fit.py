@@ -47,6 +47,7 @@ def test_coefficients_are_not_negative_where_speeds_grow_faster() -> None:
     assert found.worst > 0.05
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("law", ["Amdahl", "universal scalability law"])
 def test_the_interval_covers_the_truth(law: Law) -> None:
     random = np.random.default_rng(5)

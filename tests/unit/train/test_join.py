@@ -34,10 +34,12 @@ def said(device: str) -> list[str]:
     return done.stdout.split()
 
 
+@pytest.mark.ci
 def test_nccl_gets_the_device_and_groups_are_not_split() -> None:
     """Split groups need every rank of the world, and ours are made by their members alone."""
     assert said("cuda") == ["nccl", "cuda:3", "cuda:3", "cuda:3", "None", str(timedelta(seconds=77))]
 
 
+@pytest.mark.ci
 def test_gloo_is_unchanged() -> None:
     assert said("cpu") == ["gloo", "cpu", "None", "None", "None", str(timedelta(seconds=77))]

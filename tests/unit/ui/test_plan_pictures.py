@@ -252,6 +252,7 @@ def test_the_page_needs_nothing_else_and_says_everything() -> None:
     assert "prefers-color-scheme:dark" in html
 
 
+@pytest.mark.ci
 @pytest.mark.cluster
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
 @pytest.mark.parametrize("width", [1280, 390])

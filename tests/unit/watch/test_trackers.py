@@ -77,6 +77,7 @@ def test_tensorboard_has_the_last_value_of_each_step(tmp_path: Path) -> None:
     assert "train.steps" in texts.Tensors("job")[0].tensor_proto.string_val[0].decode()
 
 
+@pytest.mark.ci
 @pytest.mark.cluster
 def test_wandb_offline_has_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed")
@@ -108,6 +109,7 @@ def test_wandb_offline_has_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert codes == [1, 0], "it had finished only the second time"
 
 
+@pytest.mark.ci
 @pytest.mark.cluster
 def test_mlflow_has_every_value_and_how_the_run_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
