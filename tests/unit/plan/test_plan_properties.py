@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from plan_cases import NDR, Case, cases, gpu, models, recipes
+from plan_cases import NDR, Case, OtherModel, cases, gpu, models, recipes
 
 from seatrial.hardware.catalogue import Gpu
 from seatrial.hardware.failures import RATES, Rate
@@ -30,7 +30,6 @@ from seatrial.plan.cost.predict import Prediction, predict, stack_for
 from seatrial.plan.cost.stacks import stacks
 from seatrial.plan.cost.step import Sent, Traffic, rank_traffic
 from seatrial.plan.model.cluster import Cluster
-from seatrial.plan.model.other_model import OtherModel
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.search.search import Found, search
 
