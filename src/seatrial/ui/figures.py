@@ -51,6 +51,11 @@ def eta(seconds: float | None) -> str:
     return units.duration(seconds) if seconds >= 59.5 else f"{seconds:.0f} s"
 
 
+def late_after_s(step_time_s: float) -> float:
+    """Age of the last step, in seconds, from which it is highlighted."""
+    return max(10.0, 5 * step_time_s)
+
+
 def step_of(step: int, total: int | None) -> str:
     """Step of total: 50/200, equally wide for every step of the run."""
     return str(step) if total is None else f"{step:>{len(str(total))}}/{total}"

@@ -217,7 +217,7 @@ class Refused:
     """A connection that the kernel refuses at once, as it may on one host."""
 
     events = selectors.EVENT_WRITE
-    why = os.strerror(errno.ECONNREFUSED)
+    why, nothing_listens = os.strerror(errno.ECONNREFUSED), True
 
     def __init__(self, *_: Any) -> None:
         self.sock = socket.socket()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from seatrial.record.stages import (
     TENSOR,
     RankStages,
 )
-from seatrial.scale.cause import Cause, as_dict, find_causes, lines
+from seatrial.scale.cause import Cause, find_causes, lines
 from seatrial.scale.observed import Observed, steady_steps
 
 LARGE, SMALL = {"shard": 1e9, "replicate": 1e9}, {"shard": 1e5}
@@ -262,4 +263,4 @@ def test_words_and_json() -> None:
         "try",
         "repeat this size without node 2: exclude it from the allocation (slurm.exclude)",
     ) in lines(found)
-    assert json.loads(json.dumps(as_dict(found[0])))["remove_node"] == 2
+    assert json.loads(json.dumps(asdict(found[0])))["remove_node"] == 2

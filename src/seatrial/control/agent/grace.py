@@ -27,25 +27,25 @@ def crowded(loadavg: str = "/proc/loadavg") -> bool:
 
 
 class Grace:
-    """A grace period of `seconds`; not `patient`: by the clock alone. Call `over` at least at every `deadline`."""
+    """A grace period of `seconds`; not `extend`: by the clock alone. Call `over` at least at every `deadline`."""
 
     def __init__(
         self,
         seconds: float,
         *,
-        patient: bool = True,
+        extend: bool = True,
         clock: Callable[[], float] = time.monotonic,
         crowded: Callable[[], bool] = crowded,
     ) -> None:
         self._clock, self._crowded = clock, crowded
         self._looked = clock()
         self._left = seconds
-        self._end = self._looked + (MOST_GRACES if patient else 1) * seconds
+        self._end = self._looked + (MOST_GRACES if extend else 1) * seconds
 
-    def shorten(self, seconds: float, *, patient: bool = True) -> None:
+    def shorten(self, seconds: float, *, extend: bool = True) -> None:
         """Limit it to `seconds` from now on."""
         self._left = min(self._left, seconds)
-        self._end = min(self._end, self._clock() + (MOST_GRACES if patient else 1) * seconds)
+        self._end = min(self._end, self._clock() + (MOST_GRACES if extend else 1) * seconds)
 
     @property
     def deadline(self) -> float:

@@ -200,9 +200,9 @@ class Workers:
             if park and worker.runs:
                 _post(worker, msg.Abandon(generation))
         if self._grace is None:
-            self._grace = Grace(grace_s, patient=park)
+            self._grace = Grace(grace_s, extend=park)
         else:
-            self._grace.shorten(grace_s, patient=park)
+            self._grace.shorten(grace_s, extend=park)
         for worker in self.at_work(generation):
             if worker.state == "starting":
                 self._kill(worker)  # it has not received its generation spec yet: nothing can be lost

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-How = Literal["done", "yielded", "preempted"]
-Why = Literal["preempt", "interrupt", "now"]
-Ending = Literal["done", "failed", "preempted", "interrupted"]
-Severity = Literal["info", "warning", "error"]
+from seatrial.record.events import Severity
+from seatrial.record.messages import Ending, Why
+
+RunEnding = Literal["done", "failed", "preempted", "interrupted"]
 
 # -- events
 
@@ -94,7 +94,7 @@ class Finished:
     time: float
     generation: int
     node: int
-    how: How
+    how: Ending
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +252,7 @@ class Note:
 class Finish:
     """The run ends. Only notes follow; a machine restored from the memory of a finished one repeats it."""
 
-    how: Ending
+    how: RunEnding
     message: str
 
 

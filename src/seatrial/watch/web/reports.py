@@ -96,8 +96,8 @@ def scaling(folder: RunFolder) -> Parts:
                 [
                     _plain(size.at("nodes")),
                     _plain(size.at("gpus")),
-                    _rounded(size.number("tokens_per_s", "mean")),
-                    _rounded(size.number("tokens_per_s_per_gpu")),
+                    b.rounded(size.number("tokens_per_s", "mean")),
+                    b.rounded(size.number("tokens_per_s_per_gpu")),
                     _percent(size.number("efficiency", "mean")),
                     _percent(doubling),
                     _percent(size.number("mfu")),
@@ -184,10 +184,6 @@ def _toned(verdict: str) -> Any:
 
 def _plain(value: Document) -> Any:
     return value.value if isinstance(value.value, int | float | str) else None
-
-
-def _rounded(value: float | None) -> str | None:
-    return None if value is None else f"{value:,.0f}"
 
 
 def _percent(share: float | None) -> str | None:
