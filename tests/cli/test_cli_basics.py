@@ -183,7 +183,7 @@ def test_errors_as_json(run: Run) -> None:
 
 
 class TestInit:
-    def test_writes_the_preset_and_says_what_is_next(self, run: Run, tmp_path: Path) -> None:
+    def test_writes_the_preset_and_names_the_next_step(self, run: Run, tmp_path: Path) -> None:
         done = run("init", "--preset", "first-voyage")
         assert (done.returncode, done.stdout, done.stderr) == (
             0,
@@ -217,7 +217,7 @@ class TestInit:
         }
         assert done.stderr == ""
 
-    def test_what_is_to_be_filled_in_is_said(self, run: Run) -> None:
+    def test_keys_to_fill_in_are_listed(self, run: Run) -> None:
         done = run("init", "--preset", "llama3-8b-h100")
         assert done.stderr == "next: seatrial validate llama3-8b-h100.toml\n"
 

@@ -83,7 +83,7 @@ def test_first_order_formula_breaks_down_at_frequent_failures() -> None:
 
 
 @pytest.mark.parametrize("spares", [0, 2048])
-def test_failures_are_as_frequent_as_the_rate_says(spares: int) -> None:
+def test_failures_have_the_given_rate(spares: int) -> None:
     """Those of nodes that stand by do not count: they stop nothing."""
     case = replace(disk(2048, LLAMA_3, 5.0), spares=spares)
     runs = [simulate(case, 30, seed).failures for seed in range(200)]

@@ -79,7 +79,7 @@ def test_one_that_has_ended_is_forgotten(kernel: Kernel) -> None:
     assert kernel.looks(5) == {}
 
 
-def test_what_the_kernel_says_of_a_real_one() -> None:
+def test_the_kernels_state_of_a_real_process() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         os.kill(child.pid, signal.SIGSTOP)

@@ -381,7 +381,7 @@ def test_an_agent_started_again_does_not_call_its_predecessor(
     assert (lease.term, dead) == (7, None)
 
 
-def test_a_death_of_before_says_nothing_of_the_next_holder(
+def test_an_old_death_does_not_count_for_the_next_holder(
     agents: Any, pump: Pump, clock: Clock, tmp_path: Path
 ) -> None:
     claim(tmp_path / "leases", 4, node=9, port=free_port())

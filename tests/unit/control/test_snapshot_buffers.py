@@ -236,7 +236,7 @@ def test_a_lost_node_is_replaced_by_its_copy() -> None:
 
 
 def test_generations_are_never_mixed() -> None:
-    """The same step of two courses is two states; of two whole ones the later course counts."""
+    """The same step of two generations is two states; of two complete ones the later generation counts."""
     assert newest_common({0: [entry(0, 50, 1)], 1: [entry(1, 50, 2)]}, PLAIN, 2) is None
     held = {n: [entry(n, 60, 1), entry(n, 50, 2)] for n in (0, 1)}
     found = newest_common(held, PLAIN, 2)

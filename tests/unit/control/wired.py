@@ -13,7 +13,7 @@ from seatrial.control.net.wire import Incoming, Link, Listener, _Keys
 from seatrial.record import messages as msg
 
 SECRET = b"s" * 32
-PATIENCE_S = 10.0  # nothing takes that long unless it is broken
+TIMEOUT_S = 10.0  # nothing takes that long unless it is broken
 
 
 class Clock:
@@ -44,7 +44,7 @@ class Pump:
 
     def until(self, condition: Callable[[], object]) -> None:
         """Go on until `condition` holds."""
-        end = time.monotonic() + PATIENCE_S
+        end = time.monotonic() + TIMEOUT_S
         while not condition():
             assert time.monotonic() < end, "it did not come"
             self.round(0.01)

@@ -182,7 +182,7 @@ def test_a_layout_with_replicas_grows_by_replicas() -> None:
     mode=st.sampled_from(MODES),
 )
 @settings(max_examples=200, deadline=None)
-def test_resized_fills_the_cluster_or_says_why_not(
+def test_resized_fills_the_cluster_or_gives_the_reason(
     tensor: int, pipeline: int, shard: int, replicate: int, gpus: int, mode: Mode
 ) -> None:
     base = Recipe(

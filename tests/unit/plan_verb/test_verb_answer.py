@@ -165,7 +165,7 @@ def test_unknown_stays_unknown() -> None:
     assert told.network_demand.a_gpu > 0
 
 
-def test_the_cost_of_deterministic_kernels_is_said_to_be_unknown() -> None:
+def test_the_cost_of_deterministic_kernels_is_unknown() -> None:
     of = job("llama3-8b-h100", "train.deterministic=true")
     told = answer(of, hardware_of(of), PlanOptions(look_further=False))
     assert [text for text in told.provenance if text.startswith("train.deterministic: its cost is in the")]

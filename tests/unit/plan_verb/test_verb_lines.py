@@ -40,7 +40,7 @@ def text_of(told: Answer, **options: Any) -> str:
     return "\n".join(text for text, _ in lines(told, width=100, **options))
 
 
-def test_the_first_screen_is_short_and_the_full_one_says_more() -> None:
+def test_the_first_screen_is_short_and_full_shows_more() -> None:
     short, full = lines(voyage(), width=120), lines(voyage(), width=120, full=True)
     assert len(short) < 70 < len(full)
     told = text_of(voyage())

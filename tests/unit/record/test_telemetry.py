@@ -121,7 +121,7 @@ def test_torn_end(folder: RunFolder) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"{}\n", b"x" * 100, b'{"seatrial_telemetry":9}\n'])
-def test_damage_is_said_and_costs_one_chunk(folder: RunFolder, content: bytes) -> None:
+def test_damage_is_reported_and_costs_one_chunk(folder: RunFolder, content: bytes) -> None:
     recorded(folder, 5).close()
     (path,) = chunks(folder, 3)
     recorded(folder, 5, start=START + 100)

@@ -133,7 +133,7 @@ def test_a_reader_never_sees_half_of_an_object(store: LocalStore) -> None:
     assert files(store) == ["a", "a/x"]
 
 
-def test_of_many_who_write_if_absent_exactly_one_succeeds(store: LocalStore) -> None:
+def test_of_concurrent_conditional_writes_one_succeeds(store: LocalStore) -> None:
     rounds, n = 30, 6
 
     def contend(mine: int) -> Callable[[], int]:

@@ -132,7 +132,7 @@ def test_long_title_is_elided_when_drawn_but_whole_in_svg_title() -> None:
     assert drawn.endswith("bbb")
 
 
-def test_every_bar_says_its_name_share_and_time() -> None:
+def test_every_bar_has_its_name_share_and_time() -> None:
     shown = texts(waterfall_svg(voyage(), title="t"))
     for bar in voyage().bars:
         assert bar.name in shown
@@ -199,7 +199,7 @@ def test_a_png_draws_bars_above_the_lines_of_the_axis() -> None:
     assert abs(row - wanted).max() < 0.01
 
 
-def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_error_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("matplotlib", "matplotlib.figure", "matplotlib.backends.backend_agg"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(InputError) as caught:
@@ -232,7 +232,7 @@ def test_an_account_without_a_layout_is_no_picture() -> None:
 # -- the page
 
 
-def test_the_page_needs_nothing_else_and_says_everything() -> None:
+def test_the_page_is_self_contained_and_complete() -> None:
     html = page(told(), smallest(job()), verdict="fits <here> & there", tone="good")
     assert html.startswith("<!doctype html>")
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|<script|src=|url\(|@import|href=", html)
@@ -277,7 +277,7 @@ def test_page_and_terminal_name_the_same_cluster() -> None:
 
 
 @pytest.mark.cluster  # slow
-def test_the_page_says_how_the_batch_goes_through() -> None:
+def test_the_page_shows_how_the_batch_is_divided() -> None:
     html = page(told("qwen2.5-72b-b300"), verdict="v")
     assert "tensor 8 x pipeline 2 x shard 8, 1f1b; 32 microbatches of 8, async_tensor</div>" in html
 
