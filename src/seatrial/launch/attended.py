@@ -19,7 +19,7 @@ from seatrial.base.complain import complain
 from seatrial.base.errors import EXIT_INTERRUPTED, InputError
 from seatrial.base.event_loop import Watching
 from seatrial.base.signals import SignalQueue
-from seatrial.control.agent.attendance import HEARTBEAT_S, SILENT_S
+from seatrial.control.agent.launcher_link import HEARTBEAT_S, SILENT_S
 from seatrial.control.agent.spec import AgentSpec
 from seatrial.control.net import lease
 from seatrial.launch.agents import AgentHandle, end_agents
@@ -113,7 +113,7 @@ class AttendedRun:
     ) -> None:
         """`start(node)` starts a node's agent. `returns`: seconds until one that has ended is restarted, or None.
 
-        `heartbeats`: agents are on other hosts and are sent heartbeats, see control/agent/attendance.py.
+        `heartbeats`: agents are on other hosts and are sent heartbeats, see control/agent/launcher_link.py.
         """
         self.folder = folder
         self.generation = generation

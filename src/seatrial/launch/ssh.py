@@ -1,7 +1,7 @@
 """Agents on other hosts, started by the system's OpenSSH client.
 
 The client's stdin and stdout are the channel to the agent. If the client ends, so does the agent, on EOF on stdin or by
-heartbeat timeout (control/agent/attendance.py). The run continues without that node, and the connection is retried.
+heartbeat timeout (control/agent/launcher_link.py). The run continues without that node, and the connection is retried.
 """
 
 from __future__ import annotations

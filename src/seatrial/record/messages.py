@@ -816,7 +816,7 @@ class LauncherRecord(Event, Marked):
 
 @dataclass(frozen=True)
 class LauncherAlive(Message):
-    """A launcher's heartbeat over a network, see control/agent/attendance.py; answered by `AgentAlive`."""
+    """A launcher's heartbeat over a network, see control/agent/launcher_link.py; answered by `AgentAlive`."""
 
     op = "alive"
 

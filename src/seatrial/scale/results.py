@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from seatrial.plan.cost.calibration import shipped
-from seatrial.plan.model.place import hardware_of
+from seatrial.plan.model.hardware import hardware_of
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.report.advice import Predictor
 from seatrial.plan.report.measured import measured_rates

@@ -11,7 +11,7 @@ from verb_cases import EVERY, NDR, job, must_change, nowhere, small, too_large, 
 from seatrial.base.errors import InputError
 from seatrial.hardware.networks import find_network
 from seatrial.job.schema import GpuSection
-from seatrial.plan.model.place import hardware_of
+from seatrial.plan.model.hardware import hardware_of
 from seatrial.plan.report.advice import TargetValue, difference, excess, short, targets
 from seatrial.plan.report.answer import ENOUGH, Answer, PlanOptions, answer, usual_nodes
 from seatrial.plan.search.legal import refusal

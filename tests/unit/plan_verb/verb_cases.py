@@ -8,7 +8,7 @@ from pathlib import Path
 
 from seatrial.job.job import Job
 from seatrial.job.loading import load_job
-from seatrial.plan.model.place import hardware_of
+from seatrial.plan.model.hardware import hardware_of
 from seatrial.plan.report.advice import TargetValue
 from seatrial.plan.report.answer import Answer, PlanOptions, answer
 

@@ -22,7 +22,7 @@ from seatrial.hardware.networks import find_network
 from seatrial.job.job import Job
 from seatrial.job.loading import load_job
 from seatrial.plan.model.cluster import Cluster
-from seatrial.plan.model.place import hardware_of
+from seatrial.plan.model.hardware import hardware_of
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.report.answer import Answer, PlanOptions, answer
 from seatrial.plan.report.waterfall import Waterfall, waterfall_of

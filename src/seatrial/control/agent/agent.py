@@ -28,11 +28,11 @@ from seatrial.base.errors import (
 from seatrial.base.event_loop import Watching
 from seatrial.base.lines import Channel
 from seatrial.base.signals import SignalQueue
-from seatrial.control.agent.attendance import Attendance
 from seatrial.control.agent.environment import NodeEnvironment, assignments
 from seatrial.control.agent.errors import tail_of, with_error
 from seatrial.control.agent.inspect import Inspection
 from seatrial.control.agent.journal import Journal
+from seatrial.control.agent.launcher_link import LauncherLink
 from seatrial.control.agent.local_settings import resolve_auto
 from seatrial.control.agent.member import Member
 from seatrial.control.agent.ports import free_port
@@ -79,7 +79,7 @@ class Agent:
         self.sources = Watching()
         self.watch, self.unwatch = self.sources.watch, self.sources.unwatch
         self.signals = SignalQueue((signal.SIGCHLD, *_LEAVE))
-        self.launcher = None if launcher is None else Attendance(launcher)
+        self.launcher = None if launcher is None else LauncherLink(launcher)
         self.watch(self.signals, self._on_signals)
         if self.launcher is not None:
             self.watch(self.launcher, self._on_launcher)

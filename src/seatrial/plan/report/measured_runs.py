@@ -26,7 +26,7 @@ from seatrial.plan.cost.kernels import UnknownSpeedError
 from seatrial.plan.cost.predict import stack_for
 from seatrial.plan.cost.step import step_parts
 from seatrial.plan.model.cluster import Cluster
-from seatrial.plan.model.place import hardware_of
+from seatrial.plan.model.hardware import hardware_of
 from seatrial.plan.model.recipe import Recipe
 from seatrial.record.events import read_events
 from seatrial.record.folder import RunFolder

@@ -31,8 +31,8 @@ def state_of(pid: int) -> tuple[str, int] | None:
     return fields[0].decode(), int(fields[11]) + int(fields[12])
 
 
-class Stillness:
-    """Finds processes that make no progress. Call `look` every `LOOK_S`."""
+class StalledProcesses:
+    """Finds processes that make no progress. Call `find` every `LOOK_S`."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Stillness:
         self._past: dict[int, _Past] = {}
         self._looked = clock()
 
-    def look(self, pids: Mapping[int, bool]) -> dict[int, str]:
+    def find(self, pids: Mapping[int, bool]) -> dict[int, str]:
         """The stalled processes among `pids` (pid -> whether it always has work to do), each with a description."""
         now = self._clock()
         # If this process itself was paused, the whole machine may have been: do not count the gap.

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from seatrial.base.still import LOOK_S, Stillness, state_of
+from seatrial.base.stalled import LOOK_S, StalledProcesses, state_of
 
 
 class Kernel:
@@ -18,14 +18,14 @@ class Kernel:
     def __init__(self) -> None:
         self.now = 100.0
         self.states: dict[int, tuple[str, int]] = {}
-        self.still = Stillness(lambda: self.now, self.states.get)
+        self.stalled = StalledProcesses(lambda: self.now, self.states.get)
 
     def looks(self, seconds: float, works: bool = False) -> dict[int, str]:
         """Look for so long; what the last look found."""
         found: dict[int, str] = {}
         for _ in range(round(seconds / LOOK_S)):
             self.now += LOOK_S
-            found = self.still.look(dict.fromkeys(self.states, works))
+            found = self.stalled.find(dict.fromkeys(self.states, works))
         return found
 
 
