@@ -144,8 +144,8 @@ class LocalPlace:
         with as_storage_error("complete", str(final)):
             return commit(self._temporary(step, generation, origin), final, manifest, world_size, fence)
 
-    def abandon(self, step: int, generation: int, *, origin: str = "") -> None:
-        _discard(self._temporary(step, generation, origin))
+    def abandon(self, step: int, generation: int) -> None:
+        _discard(self._temporary(step, generation, ""))
 
     # -- removing
 

@@ -183,9 +183,9 @@ class ObjectPlace:
             pass
         return manifest
 
-    def abandon(self, step: int, generation: int, *, origin: str = "") -> None:
+    def abandon(self, step: int, generation: int) -> None:
         try:
-            below = self._key(step, self._below(step, generation, origin))
+            below = self._key(step, self._below(step, generation, ""))
             kept = self._kept(step)
             self.store.remove([e.name for e in self.store.names(below) if e.name not in kept])
         except SeatrialError:  # the next start does it

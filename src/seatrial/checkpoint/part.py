@@ -37,12 +37,9 @@ def mapped(fd: int, size: int) -> Iterator[memoryview]:
         yield view
 
 
-def describe(name: str, data: memoryview, beat: Beat = no_beat) -> File:
+def describe(name: str, data: memoryview) -> File:
     """The description of `data` as the file `name`: its size, and the hash of each chunk."""
-    hashes = []
-    for begin, end in spans(len(data)):
-        hashes.append(hash_of(data[begin:end]))
-        beat(end - begin)
+    hashes = [hash_of(data[begin:end]) for begin, end in spans(len(data))]
     return File(name, len(data), CHUNK_BYTES, hashes)
 
 

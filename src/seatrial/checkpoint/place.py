@@ -113,7 +113,7 @@ class Place(Protocol):
         """
         ...
 
-    def abandon(self, step: int, generation: int, *, origin: str = "") -> None:
+    def abandon(self, step: int, generation: int) -> None:
         """Remove the files of a checkpoint that will not be completed, best effort."""
         ...
 

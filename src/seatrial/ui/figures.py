@@ -103,9 +103,9 @@ def steps(numbers: Sequence[int], most: int = 20) -> str:
     return f"step{'' if len(numbers) == 1 else 's'} {text}{f' and {more:,} more' if more else ''}"
 
 
-def spark(values: Sequence[float], width: int = 40) -> str:
-    """`values` as a sparkline, each bar the mean of an equal share of them; NaN and infinity show as "!"."""
-    return area(values, width, 1)[0] if len(values) > 1 else ""
+def spark(values: Sequence[float]) -> str:
+    """`values` as a sparkline of 40 characters, each bar the mean of an equal share of them; NaN and infinity show as "!"."""
+    return area(values, 40, 1)[0] if len(values) > 1 else ""
 
 
 def area(values: Sequence[float], width: int, height: int) -> list[str]:
