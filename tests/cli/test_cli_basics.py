@@ -243,7 +243,7 @@ class TestInit:
             "qwen2.5-72b-b300",
         ]
         assert lines[3] == (
-            "qwen2.5-72b-b300  The reference voyage: Qwen2.5-72B on 16 nodes of eight B300 (128 GPUs), started by Slurm."
+            "qwen2.5-72b-b300  The reference run: Qwen2.5-72B on 16 nodes of eight B300 (128 GPUs), started by Slurm."
         )
         document = json.loads(run("init", "--list", "--json").stdout)
         assert document["schema_version"] == 1

@@ -54,7 +54,7 @@ def told(name: str = "qwen2.5-7b-h200", *overrides: str, price: float | None = 3
 
 
 @cache
-def voyage() -> Waterfall:
+def reference() -> Waterfall:
     ending = told().forecast
     assert ending is not None
     return waterfall_of(ending.finish.waterfall)
@@ -69,7 +69,9 @@ def pictures(width: float = WIDTH) -> dict[str, Element]:
     assert a.weak is not None
     assert a.strong is not None
     return {
-        "waterfall": waterfall_svg(voyage(), title="Where <the> FLOPs & go", subtitle="a < b", width=width),
+        "waterfall": waterfall_svg(
+            reference(), title="Where <the> FLOPs & go", subtitle="a < b", width=width
+        ),
         "scaling": scaling_svg([a.weak, a.strong], title="Scaling <of> & more", width=width),
         "memory": account_svg(
             account(a.job.architecture, a.own.recipe, stack=a.stack),
@@ -122,7 +124,7 @@ def test_nothing_stands_outside_the_picture(name: str, of: float) -> None:
 
 def test_long_title_is_elided_when_drawn_but_whole_in_svg_title() -> None:
     name = "a" * 60 + "b" * 60
-    svg = waterfall_svg(voyage(), title=name)
+    svg = waterfall_svg(reference(), title=name)
     title = svg.find("title")
     assert title is not None
     assert title.text == name
@@ -133,18 +135,18 @@ def test_long_title_is_elided_when_drawn_but_whole_in_svg_title() -> None:
 
 
 def test_every_bar_has_its_name_share_and_time() -> None:
-    shown = texts(waterfall_svg(voyage(), title="t"))
-    for bar in voyage().bars:
+    shown = texts(waterfall_svg(reference(), title="t"))
+    for bar in reference().bars:
         assert bar.name in shown
         assert bar.words.replace("-", "\N{MINUS SIGN}") in shown
         assert seconds(bar.seconds) in shown
-    assert voyage().too_small in " ".join(shown)
+    assert reference().too_small in " ".join(shown)
 
 
 def test_bars_stand_one_below_the_other_on_a_terminal() -> None:
-    wide, narrow = waterfall_lines(voyage(), 110), waterfall_lines(voyage(), 60)
+    wide, narrow = waterfall_lines(reference(), 110), waterfall_lines(reference(), 60)
     assert all(len(line) <= 110 for line in wide)
-    assert len(wide) == len(narrow) == len(voyage().bars)
+    assert len(wide) == len(narrow) == len(reference().bars)
     assert not any("█" in line for line in narrow)
     assert all("█" in line or "▐" in line for line in wide)
     ends = [len(line) for line in wide[:-1]]
@@ -184,13 +186,13 @@ def test_a_png_of_the_right_size_and_the_same_each_time(name: str) -> None:
 
 def test_a_png_shows_the_text_of_a_title_and_no_formula() -> None:
     pytest.importorskip("matplotlib")
-    plain, dollars = (png(waterfall_svg(voyage(), title=title)) for title in ("x", r"$\nothing$"))
+    plain, dollars = (png(waterfall_svg(reference(), title=title)) for title in ("x", r"$\nothing$"))
     assert plain != dollars  # as a formula it would be an error
 
 
 def test_a_png_draws_bars_above_the_lines_of_the_axis() -> None:
     image = pytest.importorskip("matplotlib.image")
-    picture = waterfall_svg(voyage(), title="t")
+    picture = waterfall_svg(reference(), title="t")
     bar = next(e for e in picture.iter("rect") if e.get("class") == "st-peak")
     x, y, width, height = (float(bar.get(k, 0)) for k in ("x", "y", "width", "height"))
     pixels = image.imread(io.BytesIO(png(picture)))
@@ -203,7 +205,7 @@ def test_without_matplotlib_the_error_names_the_package(monkeypatch: pytest.Monk
     for name in ("matplotlib", "matplotlib.figure", "matplotlib.backends.backend_agg"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(InputError) as caught:
-        png(waterfall_svg(voyage(), title="t"))
+        png(waterfall_svg(reference(), title="t"))
     assert caught.value.exit_code == 2
     assert "seatrial[plots]" in caught.value.render()
 
