@@ -219,7 +219,7 @@ def test_strong_scaling_expects_less_work() -> None:
     assert found[0].seconds == pytest.approx(0.5)
 
 
-def test_waiting_for_replicas_in_shard_accuses_no_shard_group() -> None:
+def test_waiting_for_replicas_in_shard_blames_no_shard_group() -> None:
     layout = Layout(replicate=2, shard=2)
     # Rank 0 is late; its shard group waits for it there, the other replica at the sums over replicas.
     waits = {(-1, SHARD): 0.1, (0, BACKWARD): 0.4, (1, SHARD): 0.4, (2, SHARD): 0.4, (3, SHARD): 0.4}
