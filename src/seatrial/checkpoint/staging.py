@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from seatrial.base.stalled import LOOK_S, StalledProcesses
+from seatrial.base.stalled import SAMPLE_S, StalledProcesses
 from seatrial.checkpoint.manifest import Manifest
 from seatrial.checkpoint.staging_memory import StagingMemory
 from seatrial.checkpoint.stream import FilePlan
@@ -200,7 +200,7 @@ class AsyncWriter:
         until = time.monotonic() + timeout_s
         received = self.poll()
         while any(what == "removed" for _, what in self._orders) and (left := until - time.monotonic()) > 0:
-            self.wait(min(left, LOOK_S))
+            self.wait(min(left, SAMPLE_S))
             received += self.poll()
         return received
 

@@ -512,7 +512,7 @@ FromAgent = Beat | Ready | Held | NodeLeaving | Asked | RankStarted | Part | Ins
 class RankSpec(Message):
     """Run this rank in a generation: what `GenerationSpec` of train/generation.py is made from."""
 
-    op = "generation_spec"
+    op = "rank_spec"
     generation: int
     rank: int
     local_rank: int

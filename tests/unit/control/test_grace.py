@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from seatrial.control.agent.grace import LOOK_S, Grace, crowded
+from seatrial.control.agent.grace import SAMPLE_S, Grace, crowded
 from seatrial.control.machine.types import MOST_GRACES
 
 
@@ -41,7 +41,7 @@ def test_grace_period_is_not_extended_on_an_idle_machine() -> None:
 
 def test_time_in_which_all_processors_are_wanted_does_not_count() -> None:
     machine = Machine(True, False)
-    assert machine.wait(machine.grace(1.0)) == pytest.approx(2.0, abs=2 * LOOK_S)
+    assert machine.wait(machine.grace(1.0)) == pytest.approx(2.0, abs=2 * SAMPLE_S)
 
 
 def test_it_ends_on_a_machine_that_is_always_crowded() -> None:

@@ -53,7 +53,7 @@ def steps(snapshot_buffers: SnapshotBuffers) -> list[tuple[int, int, bool]]:
     return [(h["rank"], h["step"], h["own"]) for h in snapshot_buffers.held()]
 
 
-def test_a_generation_spec_lists_the_rank_s_own_snapshots(snapshot_buffers: SnapshotBuffers) -> None:
+def test_a_rank_spec_lists_the_rank_s_own_snapshots(snapshot_buffers: SnapshotBuffers) -> None:
     assert snapshot_buffers.entries_for(0, 0, PLAIN) == []
     own(snapshot_buffers, 0, 0, rank=0, step=10)
     newer = own(snapshot_buffers, 0, 1, rank=0, step=20)
@@ -72,7 +72,7 @@ def test_a_generation_spec_lists_the_rank_s_own_snapshots(snapshot_buffers: Snap
     assert [e["step"] for e in snapshot_buffers.entries_for(1, 1, PLAIN)] == [20]
 
 
-def test_a_generation_spec_lists_a_replica_s_snapshots(snapshot_buffers: SnapshotBuffers) -> None:
+def test_a_rank_spec_lists_a_replica_s_snapshots(snapshot_buffers: SnapshotBuffers) -> None:
     layout = Layout(replicate=2)
     key = layout_key(layout.as_dict())
     own(snapshot_buffers, 0, 0, rank=1, step=10, layout=key)

@@ -23,7 +23,7 @@ class Watched:
 
     def __init__(self, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
         for module in (stalled, watchdog):
-            monkeypatch.setattr(module, "LOOK_S", 0.05)
+            monkeypatch.setattr(module, "SAMPLE_S", 0.05)
         monkeypatch.setattr(stalled, "STOPPED_S", 0.5)
         self.node = node
         self.helpers: dict[int, str] = {}

@@ -375,7 +375,7 @@ class Agent:
                 self.over = "replaced"
 
     def _start(self, order: msg.Start) -> None:
-        generation_specs = {
+        rank_specs = {
             local: msg.RankSpec(
                 generation=order.generation,
                 rank=rank,
@@ -394,7 +394,7 @@ class Agent:
             )
             for local, rank in enumerate(order.ranks)
         }
-        self.workers.start(order.generation, generation_specs, in_place=order.in_place)
+        self.workers.start(order.generation, rank_specs, in_place=order.in_place)
 
     def _stop(self, order: msg.Stop) -> None:
         self.stopping = order.generation

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from seatrial.base import process
-from seatrial.base.stalled import LOOK_S, StalledProcesses
+from seatrial.base.stalled import SAMPLE_S, StalledProcesses
 from seatrial.control.agent.worker import Worker
 from seatrial.control.agent.workers import Workers
 
@@ -36,13 +36,13 @@ class Watchdog:
         self._rank_stopped, self._report = rank_stopped, report
         self._stalled = StalledProcesses()
         self._reported: set[int] = set()
-        self.deadline = time.monotonic() + LOOK_S
+        self.deadline = time.monotonic() + SAMPLE_S
 
     def tick(self) -> None:
         """Check the processes if a check is due."""
         if time.monotonic() < self.deadline:
             return
-        self.deadline = time.monotonic() + LOOK_S
+        self.deadline = time.monotonic() + SAMPLE_S
         workers = {w.pid: w for w in self._workers.workers.values() if w.alive and w.pid is not None}
         names = self._helpers()
         if self._workers.fork_server is not None:
@@ -54,7 +54,7 @@ class Watchdog:
         stalled = self._stalled.find({pid: pid == imports for pid in (*workers, *names)})
         if self._workers.ask_fork_server() > _ANSWER_CHECKS and self._workers.fork_server is not None:
             stalled.setdefault(
-                self._workers.fork_server, f"has not answered for {_ANSWER_CHECKS * LOOK_S:.0f} s"
+                self._workers.fork_server, f"has not answered for {_ANSWER_CHECKS * SAMPLE_S:.0f} s"
             )
         self._reported &= stalled.keys()
         for pid, why in stalled.items():
