@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 from ettr_cases import SCENARIOS, Costs, Measured, make_case
-from ettr_simulation import first_order, mean_and_error, simulate
+from ettr_simulation import Case, first_order, mean_and_error, simulate
 
 from seatrial.hardware.failures import RATES
-from seatrial.plan.cost.ettr import DAY_S, Branch, Case, renewal
+from seatrial.plan.cost.ettr import DAY_S, Branch, renewal
 from seatrial.record.interval import young
 
 pytestmark = pytest.mark.cluster  # nothing is started, but it takes its time
