@@ -13,9 +13,8 @@ from seatrial.checkpoint.manifest import Damaged, File
 from seatrial.checkpoint.source import Source
 from seatrial.checkpoint.verified import VerifiedFiles
 
-_SYNC_BYTES = (
-    1 << 28
-)  # written between two waits for the disk: shows progress, and limits dirty pages in the cache
+# Written between two waits for the disk: shows progress, and limits dirty pages in the cache.
+_SYNC_BYTES = 1 << 28
 
 # Called with the bytes hashed, written or read back since the last call: the caller may monitor progress.
 Beat = Callable[[int], None]

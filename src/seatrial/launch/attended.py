@@ -247,9 +247,8 @@ class AttendedRun:
         unsent = {text: self._exit_events[text]}
         if self._forwarder is None or self._forwarder.gone:
             self._forwarder = next((a for a in self.agents if not a.gone), None)
-            unsent = (
-                self._exit_events
-            )  # the previous forwarder may have exited before it forwarded the earlier ones
+            # The previous forwarder may have exited before it forwarded the earlier ones.
+            unsent = self._exit_events
         if self._forwarder is not None:
             for mark, event in unsent.items():
                 self._forwarder.channel.post(msg.encode(msg.LauncherRecord(**vars(event), told=mark)))

@@ -45,9 +45,8 @@ LABELS = {
     "unknown": "unknown",
 }
 CAUSES = tuple(LABELS)
-NOT_FAILED = (
-    "no failure"  # class of redone steps that no failure explains: a start was interrupted, or killed
-)
+# Class of redone steps that no failure explains: a start was interrupted, or killed.
+NOT_FAILED = "no failure"
 _WITH_LOSS = (tl.DETECTION, tl.RECOVERY, tl.REDONE, tl.WAITING)
 
 

@@ -628,7 +628,7 @@ class Finished(Message):
 
 
 @dataclass(frozen=True)
-class Finding(Message):
+class StepFinding(Message):
     """A rank's problem with a step."""
 
     op = "finding"
@@ -687,7 +687,7 @@ FromRank = (
     | RankValidating
     | Parked
     | Finished
-    | Finding
+    | StepFinding
     | RankRecord
     | RankSettle
     | SnapshotFilled

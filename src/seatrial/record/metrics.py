@@ -31,13 +31,11 @@ class MetricsRecord:
     time: float  # unix seconds at the end of the step
     generation: int
     extra: dict[str, float] | None = None  # by the name of the metric that another package adds
-    validation_loss: float | None = (
-        None  # mean over the validation samples, measured after this step's update
-    )
+    # Mean over the validation samples, measured after this step's update.
+    validation_loss: float | None = None
     validation_time_s: float | None = None  # what that took; not a part of any step_time_s
-    router_aux_loss: float | None = (
-        None  # load-balancing loss of experts, without its coefficient; not in `loss`
-    )
+    # Load-balancing loss of experts, without its coefficient; not in `loss`.
+    router_aux_loss: float | None = None
 
 
 class MetricsWriter:

@@ -42,16 +42,14 @@ Kind = Literal[
 # Minimum share of a step for a cause: of some ranks or groups only, and of all of them. Some growth
 # is always everywhere. A gate of 80 % leaves room for several causes.
 LEAST, LEAST_EVERYWHERE = 0.03, 0.05
-_SPREADS = (
-    5.0  # standard deviations from the peers; the largest of 1,024 normal values exceeds 5 once in 1,700 runs
-)
+# Standard deviations from the peers; the largest of 1,024 normal values exceeds 5 once in 1,700 runs.
+_SPREADS = 5.0
 _ERRORS = 3.0  # standard errors of the step times that a loss must exceed
 # Bytes per ring step: at 400 Gb/s these take 5 us, no longer than the latency of a hop.
 _SMALL_BYTES = 256 * 1024
 _LONGEST_HOP_S = 1e-3  # TCP round trips take 0.1 ms, RDMA 0.01 ms: anything longer is not latency
-_SLOWER = (
-    1.3  # factor over the time expected for a ring of this size, beyond which bandwidth is considered lower
-)
+# Factor over the time expected for a ring of this size, beyond which bandwidth is considered lower.
+_SLOWER = 1.3
 _BETWEEN_NODES = ("context", "shard", "replicate", "pipeline", "step_sum")
 _OF_A_LINK = ("link_down", "link_errors", "slow_link", "retransmissions")
 

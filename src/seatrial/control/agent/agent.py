@@ -433,7 +433,7 @@ class Agent:
                 self._send(message)
             case msg.Parked(step=step, message=text):
                 self.journal.send(msg.RankParked(*about, step, text))
-            case msg.Finding():
+            case msg.StepFinding():
                 of: dict[str, Any] = {"rank": worker.rank, "local": worker.local}
                 self.journal.send(msg.RankFinding(**of, **vars(message)))
             case msg.RankRecord():
