@@ -24,10 +24,8 @@ DETECTION, RECOVERY, REDONE, RESHAPE, WAITING, CHECKPOINT, VALIDATION, ENDING, S
 # Cause -> which time of an interruption it is: none of them, detection, recovery, redone steps.
 _OF_FAILURE = (0, 0, 0, 0, 0, 0, 1, 2, 3, 0, 2, 0, 0, 0, 0, 0)
 
-_JITTER_S, _JITTER = (
-    30e-3,
-    0.01,
-)  # a record is made this late, or this share of a step, after its step at times
+# A record is made this late, or this share of a step, after its step at times.
+_JITTER_S, _JITTER = 30e-3, 0.01
 _UNFINISHED_SAVE_S = 600.0  # a longer pause is not taken for a save that left no event
 _OVERDUE = 3.0  # medians of a step, after which a running step is not taken for work
 _FAILED = ("recovering", "gave_up", "run_failed")

@@ -69,9 +69,8 @@ class Results:
     gates: tuple[Judgement, ...]
     losses: tuple[Judgement, ...]
     fits: tuple[Fit, ...]
-    meets: (
-        tuple[int, ...] | None
-    )  # sizes (in nodes) up to which every doubling passes; None without that gate
+    # Sizes (in nodes) up to which every doubling passes; None without that gate.
+    meets: tuple[int, ...] | None
     price: float | None  # per GPU hour, in any currency
     passed: frozenset[int]  # sizes (in nodes) whose doubling passes its gate
 

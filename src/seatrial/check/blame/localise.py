@@ -95,9 +95,8 @@ class Report:
     blames: tuple[Blame, ...]
     rounds: Rounds
     unsettled: tuple[str, ...]  # suspects that could be neither cleared nor blamed
-    case: Case | None = field(
-        default=None, compare=False
-    )  # the knowledge at the end; None if no pair was measured
+    # The knowledge at the end; None if no pair was measured.
+    case: Case | None = field(default=None, compare=False)
 
 
 def most_pair_rounds(nodes: int) -> int:

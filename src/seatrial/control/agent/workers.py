@@ -444,9 +444,8 @@ def _user_of(sock: socket.socket) -> int:
 def _execute_fork_server(command: list[str], keep: list[int]) -> int:
     for fd in keep:
         os.set_inheritable(fd, True)
-    one_thread = dict.fromkeys(
-        THREADS, "1"
-    )  # libraries start theirs on import, and the server could not fork
+    # Libraries start theirs on import, and the server could not fork.
+    one_thread = dict.fromkeys(THREADS, "1")
     os.execve(command[0], command, clean_environment(os.environ) | one_thread)
 
 

@@ -22,9 +22,8 @@ from seatrial.record.events import Event
 from seatrial.record.series import parse_series
 from seatrial.watch.alerts.situation import Situation
 
-_parsed = lru_cache(maxsize=1 << 14)(
-    parse_series
-)  # cached: all nodes have the same names, evaluated every second
+# Cached: all nodes have the same names, evaluated every second.
+_parsed = lru_cache(maxsize=1 << 14)(parse_series)
 _MOST_LISTED = 32  # nodes with values in the evidence; the alert itself lists all nodes
 _LEAST_BEFORE = 20  # steps needed for a baseline
 _STANDSTILL = ("recovering", "waiting_for_nodes", "step_overdue", "hang_blamed", "checkpoint_overdue")
