@@ -27,7 +27,7 @@ from seatrial.record.folder import RunFolder
 pytestmark = [pytest.mark.cluster, pytest.mark.timed]
 
 STANDIN = Path(__file__).with_name("standin_agent.py")
-BYE = {"say": msg.encode(msg.Bye())}
+BYE = {"say": msg.encode(msg.AgentFinished())}
 Script = list[Any]
 
 

@@ -198,7 +198,7 @@ class AttendedRun:
                 agent.heard = time.monotonic()
             case msg.RunOver():
                 self._on_outcome(message)
-            case msg.Bye():
+            case msg.AgentFinished():
                 agent.bye = True
             case msg.AgentStarted():
                 pass  # the coordinator records it

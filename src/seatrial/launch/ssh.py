@@ -205,11 +205,11 @@ def _probe(
         for (n, _), reply in agent_pool.ask(asked, limit_s=_PROBE_S).items():
             name, value = hosts[n].name, reply.value
             if value is None or value["rc"] != 0:
-                said = reply.problem if value is None else value["err"].strip()[-300:]
+                reason = reply.problem if value is None else value["err"].strip()[-300:]
                 problems.append(
                     (
                         name,
-                        f"could not be examined: {said}",
+                        f"could not be examined: {reason}",
                         f"run `seatrial check --nodes {name}`",
                     )
                 )

@@ -40,7 +40,7 @@ def test_a_silent_launcher_counts_as_lost_after_a_heartbeat(now: list[float]) ->
     launcher.close()
     agent.receive()
     assert agent.closed
-    agent.send(msg.Bye())
+    agent.send(msg.AgentFinished())
     theirs.close()
 
 

@@ -154,9 +154,9 @@ def test_it_joins_the_lease_holder_which_returns_heartbeats(
     hub.links[0].send(msg.encode(msg.Idle(1)))
     pump.until(lambda: agent.orders)
     assert agent.orders == [msg.Idle(1)]
-    assert agent.member.send(msg.Held([]))
+    assert agent.member.send(msg.HeldSnapshots([]))
     pump.until(lambda: hub.heard)
-    assert hub.heard == [msg.encode(msg.Held([]))]
+    assert hub.heard == [msg.encode(msg.HeldSnapshots([]))]
 
 
 @pytest.mark.parametrize("values", [{"idle": {}}, {"idle": 1}, {"beat": {"number": 1}}, {"what": {}}, {}])

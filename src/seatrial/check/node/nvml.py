@@ -115,7 +115,7 @@ class Nvml(Library):
         return GpuState(
             pci=None if pci is None else address(pci),
             name=name or None,
-            alike={what: said for what, said in alike.items() if said},
+            alike={what: text for what, text in alike.items() if text},
             uncorrectable={
                 "sram_uncorrectable": self._uncorrected(handle, _SRAM),
                 "dram_uncorrectable": self._uncorrected(handle, _DRAM),
@@ -192,7 +192,7 @@ class Nvml(Library):
         return {
             "fabric_state": _FABRIC_STATES[info.state],
             "fabric_status": status if info.state == 3 else None,  # nvml.h: valid only once it has completed
-            "fabric_health": {name: said for name, said in values.items() if said is not None},
+            "fabric_health": {name: value for name, value in values.items() if value is not None},
         }
 
 

@@ -68,7 +68,9 @@ class Agent:
         self.outcome: msg.Outcome | None = None
         self.generation = 0  # the one that its workers run
         self.stopping: int | None = None  # generation that is to stop
-        self.left: msg.Left | None = None  # how all its workers left this generation, once they have
+        self.left: msg.GenerationLeft | None = (
+            None  # how all its workers left this generation, once they have
+        )
         self._hello_sent: msg.AgentJoins | None = None  # our last hello
         self.resigned = -1  # term in which we resigned as coordinator because we could reach too few nodes
         self.wanted: msg.Why | None = None  # how its launcher wants the run to end
@@ -147,7 +149,7 @@ class Agent:
                 self._on_time()
         finally:
             self._clean_up()
-        self._to_launcher(msg.Bye())
+        self._to_launcher(msg.AgentFinished())
         return self._status()
 
     def _status(self) -> int:
@@ -307,11 +309,11 @@ class Agent:
             self._send(msg.Ready())
         held = self.snapshot_service.held()
         if held != hello.held:
-            self._send(msg.Held(held))
+            self._send(msg.HeldSnapshots(held))
         if leaving is not None and hello.leaving is None:
             self._send(leaving)
         if self.wanted is not None:
-            self._send(msg.Asked(self.wanted))
+            self._send(msg.EndRequested(self.wanted))
         self.journal.resend()
 
     def _has_workers(self) -> bool:
@@ -349,7 +351,7 @@ class Agent:
                 self.workers.start(order.generation, {}, in_place=False)
             case msg.Distrust():
                 self.snapshot_service.generation_started(order.generation + 1, order.step)
-            case msg.Forget():
+            case msg.RolledBack():
                 self.snapshot_service.forget(order.generation, order.step)
             case msg.Stop():
                 self._stop(order)
@@ -368,7 +370,7 @@ class Agent:
                 self.workers.settled(order)
             case msg.Outcome():
                 self._end(order)
-            case msg.Go():
+            case msg.ReleaseAgent():
                 self.over = "left"
             case msg.Replaced():
                 complain(f"another agent has joined as node {self.spec.node}: this one exits")
@@ -487,7 +489,7 @@ class Agent:
                 return
             endings.add(worker.how)
         if len(endings) == 1:
-            self.left = msg.Left(self.generation, endings.pop(), free_port())
+            self.left = msg.GenerationLeft(self.generation, endings.pop(), free_port())
             self.journal.send(self.left)
 
     # -- launcher, signals, end
@@ -508,7 +510,7 @@ class Agent:
 
     def _on_end_request(self, why: msg.Why) -> None:
         self.wanted = why  # the next coordinator must receive it too
-        if not self.member.send(msg.Asked(why)) and why != "preempt":
+        if not self.member.send(msg.EndRequested(why)) and why != "preempt":
             self.over = why  # there is no coordinator and nothing to save: stop at once
 
     def _on_signals(self) -> None:
