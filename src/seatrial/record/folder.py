@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from seatrial.base.errors import Diagnostic, InputError
-from seatrial.base.files import not_a_file, read_text
+from seatrial.base.files import names_in, not_a_file, read_text
 
 # Any of these makes a folder a run folder. job.toml alone does not: `seatrial init` writes such files anywhere.
 _MARKS = ("control/lock", "control/identity.json", "plan.json", "events.jsonl", "metrics.jsonl")
@@ -138,11 +138,7 @@ class RunFolder:
 
     def ranks_with(self, generation: int, ending: str) -> list[int]:
         """The ranks whose records of a generation include a file with this ending; none in runs of versions without it."""
-        try:
-            names = sorted(os.listdir(self.ranks / f"{generation:06d}"))
-        except OSError:
-            return []
-        found = (_RANK_FILE.fullmatch(name) for name in names)
+        found = (_RANK_FILE.fullmatch(name) for name in sorted(names_in(self.ranks / f"{generation:06d}")))
         return [int(match[1]) for match in found if match is not None and match[2] == ending]
 
     def stages(self, generation: int, rank: int) -> Path:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from seatrial.base import units
+from seatrial.base.files import names_in
 from seatrial.record.folder import RunFolder
 from seatrial.watch.web import blocks as b
 from seatrial.watch.web.documents import Document, read_document
@@ -127,10 +128,7 @@ def drills(folder: RunFolder) -> Parts:
     """The drills with a report in the run folder, newest first."""
     missing: list[str] = []
     found: list[b.Block] = []
-    try:
-        names = sorted((n for n in os.listdir(folder.reports) if _DRILL.fullmatch(n)), reverse=True)
-    except OSError:
-        names = []
+    names = sorted((n for n in names_in(folder.reports) if _DRILL.fullmatch(n)), reverse=True)
     for name in names[:10]:
         report = read_document(folder.reports / name, missing)
         if report is None:
