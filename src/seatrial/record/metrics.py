@@ -31,11 +31,13 @@ class MetricsRecord:
     time: float  # unix seconds at the end of the step
     generation: int
     extra: dict[str, float] | None = None  # by the name of the metric that another package adds
-    # Mean over the validation samples, measured after this step's update.
-    validation_loss: float | None = None
+    validation_loss: float | None = (
+        None  # mean over the validation samples, measured after this step's update
+    )
     validation_time_s: float | None = None  # what that took; not a part of any step_time_s
-    # Load-balancing loss of experts, without its coefficient; not in `loss`.
-    router_aux_loss: float | None = None
+    router_aux_loss: float | None = (
+        None  # load-balancing loss of experts, without its coefficient; not in `loss`
+    )
 
 
 class MetricsWriter:

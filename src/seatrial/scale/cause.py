@@ -48,8 +48,9 @@ _ERRORS = 3.0  # standard errors of the step times that a loss must exceed
 # Bytes per ring step: at 400 Gb/s these take 5 us, no longer than the latency of a hop.
 _SMALL_BYTES = 256 * 1024
 _LONGEST_HOP_S = 1e-3  # TCP round trips take 0.1 ms, RDMA 0.01 ms: anything longer is not latency
-# Factor over the time expected for a ring of this size, beyond which bandwidth is considered lower.
-_SLOWER = 1.3
+_SLOWER = (
+    1.3  # factor over the time expected for a ring of this size, beyond which bandwidth is considered lower
+)
 _BETWEEN_NODES = ("context", "shard", "replicate", "pipeline", "step_sum")
 _OF_A_LINK = ("link_down", "link_errors", "slow_link", "retransmissions")
 
