@@ -10,7 +10,7 @@ from seatrial.checkpoint.local_place import LocalPlace
 from seatrial.checkpoint.manifest import Manifest
 from seatrial.checkpoint.object_place import ObjectPlace
 from seatrial.checkpoint.part import Beat, no_beat
-from seatrial.checkpoint.retention import Stop
+from seatrial.checkpoint.verified import Stop
 from seatrial.record.folder import RunFolder
 from seatrial.storage import is_remote, join, open_store
 from seatrial.storage.names import FILE
@@ -64,10 +64,6 @@ class Place(Protocol):
 
     def mark_verified(self, step: int) -> None:
         """Record that all of it was read and matched the manifest."""
-        ...
-
-    def confirm(self, step: int, stop: Stop | None = None) -> None:
-        """`verify` all of it, then `mark_verified`."""
         ...
 
     def set_aside_names(self) -> list[str]:
