@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from seatrial.base.complain import complain
 from seatrial.base.errors import EXIT_INTERRUPTED, InputError
-from seatrial.base.event_loop import Watching
+from seatrial.base.event_loop import EventLoop
 from seatrial.base.signals import SignalQueue
 from seatrial.control.agent.launcher_link import HEARTBEAT_S, SILENT_S
 from seatrial.control.agent.spec import AgentSpec
@@ -133,7 +133,7 @@ class AttendedRun:
         self._outcome: msg.RunOver | None = None
         self._exit_events: dict[str, events.Event] = {}  # by the mark of each report
         self._forwarder: AgentHandle | None = None  # the agent that was sent them
-        self._sources = Watching()
+        self._sources = EventLoop()
 
     def start(self, node: int) -> None:
         """Start the agent of `node`. Raises OSError."""

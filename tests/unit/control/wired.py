@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from seatrial.base.event_loop import Watching
+from seatrial.base.event_loop import EventLoop
 from seatrial.control.net.acceptor import Acceptor
 from seatrial.control.net.wire import Incoming, Link, Listener, _Keys
 from seatrial.record import messages as msg
@@ -33,7 +33,7 @@ class Pump:
     """One loop for everything in a test."""
 
     def __init__(self) -> None:
-        self.sources = Watching()
+        self.sources = EventLoop()
         self.watch, self.unwatch = self.sources.watch, self.sources.unwatch
         self.ticks: list[Callable[[], object]] = []  # called in each round
 

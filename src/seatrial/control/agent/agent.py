@@ -25,7 +25,7 @@ from seatrial.base.errors import (
     EXIT_PREEMPTED,
     InputError,
 )
-from seatrial.base.event_loop import Watching
+from seatrial.base.event_loop import EventLoop
 from seatrial.base.lines import Channel
 from seatrial.base.signals import SignalQueue
 from seatrial.control.agent.environment import NodeEnvironment, assignments
@@ -78,7 +78,7 @@ class Agent:
         self.ends_at = float("inf")  # when it exits in any case because of that signal
         self._asked_to_end: list[int] = []  # each SIGTERM and SIGINT
         self._look_at = 0.0  # when to look again for an outcome in the run folder
-        self.sources = Watching()
+        self.sources = EventLoop()
         self.watch, self.unwatch = self.sources.watch, self.sources.unwatch
         self.signals = SignalQueue((signal.SIGCHLD, *_LEAVE))
         self.launcher = None if launcher is None else LauncherLink(launcher)
