@@ -12,7 +12,6 @@ import json
 import os
 import signal
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +80,7 @@ def main() -> int:
     attended.AttendedRun = AttendedRun  # type: ignore[misc]
     launcher = LocalLauncher(returns={int(n): s for n, s in plan.get("returns", {}).items()})
     if late:
-        launcher.launch = partial(launcher.launch, worker_module="late_rank")  # type: ignore[method-assign]
+        launcher.worker_module = "late_rank"
     with (
         session.opened as opened,
         TrainConsole(

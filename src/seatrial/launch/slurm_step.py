@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from seatrial.base import process
 from seatrial.base.errors import EXIT_FAILED, EXIT_INTERRUPTED
 from seatrial.control.agent.errors import tail_of
-from seatrial.control.agent.spec import WORKER_MODULE
 from seatrial.launch.base import Outcome
 from seatrial.launch.slurm import agents_command, slurm_section
 from seatrial.record.failure import Failure
@@ -67,10 +66,8 @@ class SlurmStepLauncher:
         generation: int,
         *,
         tick: Callable[[], None] | None = None,
-        worker_module: str = WORKER_MODULE,
     ) -> Outcome:
         """Run the job to its end; SIGINT ends it. Call it from the main thread."""
-        assert worker_module == WORKER_MODULE, "an agent that srun starts takes no other"
         (text,) = self.render(job, folder, generation).values()
         parent, log_path = os.getpid(), folder.logs / "srun.log"
         folder.logs.mkdir(parents=True, exist_ok=True)
