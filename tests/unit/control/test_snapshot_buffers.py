@@ -217,9 +217,6 @@ def test_the_newest_state_that_is_whole() -> None:
     assert found is not None
     assert (found.step, found.holders) == (20, {0: [0, 1], 1: [0]})
     assert [c.step for c in common(held, PLAIN, 2)] == [20, 10]
-    limited = newest_common(held, PLAIN, 2, at_most=19)
-    assert limited is not None
-    assert limited.step == 10
     assert newest_common(held, PLAIN, 3) is None
     assert newest_common(held, OTHER.as_dict(), 2) is None
     assert newest_common({}, PLAIN, 2) is None

@@ -311,7 +311,7 @@ def test_a_folder_that_never_was(tmp_path: Path) -> None:
         error = refusal(call)
         assert (error.kind, str(store.root) in error.cause) == ("missing", True)
     assert not (tmp_path / "a").exists()
-    made = open_store(str(tmp_path / "a" / "b"), create=True)
+    made = LocalStore(tmp_path / "a" / "b", create=True)
     made.write("x", b"1")
     assert store.read("x") == b"1"
 
