@@ -12,9 +12,9 @@ import types
 from pathlib import Path
 from typing import Any
 
+from other_model import OtherModel
 from seatrial.job.architecture import Architecture
 from seatrial.job.layout import Layout
-from seatrial.plan.model.other_model import OtherModel
 from seatrial.plan.model.recipe import Recipe
 
 VOCABULARY = 51200  # of all models of arXiv:2205.05198; Calculon's count of parameters has it built in

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from seatrial.base import process
-from seatrial.base.event_loop import Watching
+from seatrial.base.event_loop import EventLoop
 from seatrial.base.lines import Channel
 from seatrial.control.agent.journal import Journal
 from seatrial.control.agent.member import Member
@@ -88,7 +88,7 @@ def coordinate(folder: RunFolder, job: Job, hold: Hold, listener: Listener, benc
         ranks_per_node=job.cluster.gpus_per_node,
         device="cpu",
     )
-    sources = Watching()
+    sources = EventLoop()
 
     def proven(incoming: Incoming) -> None:
         hello: msg.Hello = msg.decode(incoming.hello, msg.Hello)
@@ -125,7 +125,7 @@ class Simulated:
     """One simulated agent, without ranks."""
 
     def __init__(
-        self, node: int, lease: Lease, folder: RunFolder, job: Job, records: int, sources: Watching
+        self, node: int, lease: Lease, folder: RunFolder, job: Job, records: int, sources: EventLoop
     ) -> None:
         self.node, self.sources, self.records = node, sources, records
         self.joins = 0
@@ -215,7 +215,7 @@ class Simulated:
 
 def simulate(nodes: range, lease: Lease, folder: RunFolder, job: Job, records: int, bench: Channel) -> None:
     """Simulate the agents of `nodes`, from the bench's start message until it closes the channel."""
-    sources = Watching()
+    sources = EventLoop()
     agents = [Simulated(node, lease, folder, job, records, sources) for node in nodes]
     sources.watch(bench, lambda: None)
     bench.send({"ready": True})

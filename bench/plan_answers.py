@@ -15,7 +15,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from seatrial.job import load_job
-from seatrial.plan.model.place import hardware_of
+from seatrial.plan.model.hardware import hardware_of
 from seatrial.plan.report.answer import PlanOptions, answer
 from seatrial.plan.search.auto import choose
 from seatrial.ui.plan_table import lines

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-_PATIENCE_S = 60.0
+_TIMEOUT_S = 60.0
 
 
 class Receiver:
@@ -81,7 +81,7 @@ receivers:
 
     def wait(self, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         """The first alert of a notification that fulfils `holds`."""
-        end = time.monotonic() + _PATIENCE_S
+        end = time.monotonic() + _TIMEOUT_S
         while True:
             for notification in list(self._receiver.got):
                 for alert in notification["alerts"]:

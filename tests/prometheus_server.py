@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-_PATIENCE_S = 90.0
+_TIMEOUT_S = 90.0
 
 
 class Prometheus:
@@ -71,7 +71,7 @@ scrape_configs:
 
     def wait(self, promql: str, holds: Callable[[list[float]], bool] = bool) -> list[dict[str, Any]]:
         """Ask until the values of the result fulfil `holds`; the result."""
-        end = time.monotonic() + _PATIENCE_S
+        end = time.monotonic() + _TIMEOUT_S
         while True:
             found = self.query(promql)
             if holds([float(each["value"][1]) for each in found]):
@@ -81,7 +81,7 @@ scrape_configs:
 
     def wait_rules(self) -> dict[str, str]:
         """Rule -> "ok" or "err", once each was evaluated."""
-        end = time.monotonic() + _PATIENCE_S
+        end = time.monotonic() + _TIMEOUT_S
         while True:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/api/v1/rules", timeout=10) as answer:
                 groups = json.load(answer)["data"]["groups"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 
 import numpy as np
@@ -101,13 +100,12 @@ class StoreContract:
             assert _refusal(lambda: store.read_into("x", bytearray(length), offset)).kind == "short"
 
     def test_listed(self, store: Store) -> None:
-        before = time.time()
         for name in ("a/b/c", "a/b/d/e", "a/bb/x", "a/b.x", "ab", "a/b-"):
             store.write(name, b"12")
         assert [e.name for e in store.names()] == ["a/b-", "a/b.x", "a/b/c", "a/b/d/e", "a/bb/x", "ab"]
         assert [e.name for e in store.names("a/b")] == ["a/b/c", "a/b/d/e"]
         assert store.names("a/b/") == store.names("a/b")
-        assert all(e.bytes == 2 and before - 2 < e.mtime < time.time() + 2 for e in store.names())
+        assert all(e.bytes == 2 for e in store.names())
         assert store.children() == ["a", "ab"]
         assert store.children("a") == ["b", "b-", "b.x", "bb"]
         assert store.children("a/b/") == ["c", "d"]

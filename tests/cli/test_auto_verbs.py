@@ -70,7 +70,7 @@ def test_job_that_fits_nowhere_is_refused_and_fit_shows_clusters(
     assert "A100-40GB SXM" in capsys.readouterr().out
 
 
-def test_a_plan_says_that_it_chose(auto: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_reports_its_choice(auto: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(auto), "--set", "cluster.gpu=H100 SXM", "--set", "train.precision=bf16"]) == 0
     assert 'the layout chosen by parallel = "auto"' in capsys.readouterr().out
     assert not Path("runs").exists()

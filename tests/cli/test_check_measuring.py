@@ -215,9 +215,7 @@ def test_unusable_files_are_reported_before_measuring(
     assert bench.hosts == []
 
 
-def test_what_apply_lacks_is_said_before_anything_is_measured(
-    bench: Bench, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_needs_of_apply_are_reported_first(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--nodes", "a,b,c", "--apply"]) == 2
     assert "--apply requires a scheduler" in capsys.readouterr().err
     assert bench.hosts == []

@@ -68,7 +68,7 @@ def test_a_person_sees_the_fault_what_to_do_and_the_verdict(
     ]
 
 
-def test_unjudged_alone_is_said_in_the_last_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_last_line_reports_that_all_is_unjudged(capsys: pytest.CaptureFixture[str]) -> None:
     main(["check", "--from", str(FIXTURES / UNJUDGED)])
     assert capsys.readouterr().out.splitlines()[-1] == (
         "UNJUDGED: 1 not judged in 1 output. Nothing failed, but not everything could be judged: this is not a pass"
@@ -118,7 +118,7 @@ def test_a_baseline_is_kept_and_compared(tmp_path: Path, capsys: pytest.CaptureF
     assert "391.6 in the baseline" in capsys.readouterr().out
 
 
-def test_a_job_says_how_many_nodes_there_must_be(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_sets_the_required_number_of_nodes(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", "--preset", "first-voyage"]) == 0
     job = Path("first-voyage.toml")
     for node in ("n2", "n3"):

@@ -183,7 +183,7 @@ def test_errors_as_json(run: Run) -> None:
 
 
 class TestInit:
-    def test_writes_the_preset_and_says_what_is_next(self, run: Run, tmp_path: Path) -> None:
+    def test_writes_the_preset_and_names_the_next_step(self, run: Run, tmp_path: Path) -> None:
         done = run("init", "--preset", "first-voyage")
         assert (done.returncode, done.stdout, done.stderr) == (
             0,
@@ -217,7 +217,7 @@ class TestInit:
         }
         assert done.stderr == ""
 
-    def test_what_is_to_be_filled_in_is_said(self, run: Run) -> None:
+    def test_keys_to_fill_in_are_listed(self, run: Run) -> None:
         done = run("init", "--preset", "llama3-8b-h100")
         assert done.stderr == "next: seatrial validate llama3-8b-h100.toml\n"
 
@@ -243,7 +243,7 @@ class TestInit:
             "qwen2.5-72b-b300",
         ]
         assert lines[3] == (
-            "qwen2.5-72b-b300  The reference voyage: Qwen2.5-72B on 16 nodes of eight B300 (128 GPUs), started by Slurm."
+            "qwen2.5-72b-b300  The reference run: Qwen2.5-72B on 16 nodes of eight B300 (128 GPUs), started by Slurm."
         )
         document = json.loads(run("init", "--list", "--json").stdout)
         assert document["schema_version"] == 1

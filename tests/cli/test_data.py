@@ -75,7 +75,7 @@ def test_json(cli: Callable[..., Result], text: Path, tmp_path: Path) -> None:
     assert verified == {"schema_version": 1, "folder": str(out), "ok": True, "problems": []}
 
 
-def test_the_summary_says_what_was_left_out(cli: Callable[..., Result], tmp_path: Path) -> None:
+def test_the_summary_reports_what_was_left_out(cli: Callable[..., Result], tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in/a.txt").write_bytes(b"a\xff")
     (tmp_path / "in/b.txt").write_bytes(b"")

@@ -122,7 +122,7 @@ def test_a_damaged_newest_one_is_not_replaced_by_an_older_one(
     )
 
 
-def test_unless_that_is_allowed_and_then_it_is_said_everywhere(
+def test_unless_allowed_and_then_every_output_reports_it(
     folder: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     damage(folder.checkpoints / "step-00000008")

@@ -56,12 +56,12 @@ def offered(folder: RunFolder, code: int, *arguments: str) -> list[str]:
     args = parser.parse_args(["job.toml", *arguments])
     job = SimpleNamespace(optimizer=SimpleNamespace(lr=3e-3), resilience=SimpleNamespace(max_skipped_steps=3))
     view: Any = read_view(folder)
-    voyage = SimpleNamespace(
+    session = SimpleNamespace(
         opened=SimpleNamespace(folder=folder),
         job=job,
         resume_step=view.latest.step if view.latest else None,
     )
-    commands = train._next(args, cast(Session, voyage), code, view)
+    commands = train._next(args, cast(Session, session), code, view)
     for command in commands:  # each can be given as it stands
         words = shlex.split(command, comments=True)
         assert words[0] == "seatrial"

@@ -254,7 +254,7 @@ class TestACheckpoint:
 
 
 class TestTheList:
-    def test_it_says_what_is_known(self, folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_it_reports_what_is_known(self, folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
         damage(folder.checkpoints / "step-00000005")
         aside = folder.checkpoints / "step-00000004.damaged"
         shutil.copytree(folder.checkpoints / "step-00000005", aside)

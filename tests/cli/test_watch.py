@@ -285,9 +285,7 @@ def test_now_or_later_but_not_both(folder: RunFolder) -> None:
         seatrial_watch("a-run", "--once", "--wait")
 
 
-def test_a_preempted_run_says_so_and_not_who_holds_it(
-    folder: RunFolder, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_preempted_run_is_shown_as_preempted(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     data = {"preempted": True}
     events.append(folder, "preempted", "the state is saved", generation=1)
     events.append(folder, "run_interrupted", "goes on", severity="warning", generation=1, data=data)

@@ -66,9 +66,9 @@ def main() -> int:
 
     start = time.monotonic()
     try:
-        outcome = LocalLauncher(returns={int(n): s for n, s in request["returns"].items()}).launch(
-            job, folder, request["generation"], tick=tick, worker_module=request["worker_module"]
-        )
+        returns = {int(n): s for n, s in request["returns"].items()}
+        launcher = LocalLauncher(returns=returns, worker_module=request["worker_module"])
+        outcome = launcher.launch(job, folder, request["generation"], tick=tick)
     except InputError as e:
         print(json.dumps({"error": e.render()}))
         return e.exit_code

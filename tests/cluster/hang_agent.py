@@ -98,7 +98,7 @@ class RankAgent:
                 assert waiting.select(TIMEOUT_S), "a rank said nothing"
         return messages[0]
 
-    def generation_spec(self, generation: int) -> None:
+    def start_generation(self, generation: int) -> None:
         """All ranks begin `generation`, in a world with a new port."""
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))

@@ -92,18 +92,18 @@ class Rank:
         """What no agent would take."""
         self.supervisor_client._channel.send(message)
 
-    def train(self, generation_spec: RankSpec) -> None:
+    def train(self, rank_spec: RankSpec) -> None:
         begin = time.perf_counter()
         layout = Layout(**self.plan["layout"])
         os.environ.update(
             MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(generation_spec.master_port),
+            MASTER_PORT=str(rank_spec.master_port),
             WORLD_SIZE=str(layout.world_size),
             RANK=str(self.number),
             GLOO_SOCKET_IFNAME="lo",
         )
         if self.number:
-            wait_for_store("127.0.0.1", generation_spec.master_port, timeout_s=30.0)
+            wait_for_store("127.0.0.1", rank_spec.master_port, timeout_s=30.0)
         dist.init_process_group("gloo", timeout=small.TIMEOUT)
         mesh = build_mesh(layout, torch.device("cpu"), small.TIMEOUT)
         case = {"tied": True, "async_tensor": self.plan.get("async_tensor", False)}

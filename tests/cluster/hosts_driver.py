@@ -23,9 +23,9 @@ def main() -> int:
     job = load_job(Path(sys.argv[1]))
     with Hosts(job.cluster.nodes + job.cluster.spares) as hosts:
         actions = {"down": hosts.down, "up": hosts.up, "slow": hosts.slow, "fast": hosts.fast}
-        voyage = prepare_session(job, Path("runs"))
+        session = prepare_session(job, Path("runs"))
         with (
-            voyage.opened as opened,
+            session.opened as opened,
             TrainConsole(
                 opened.folder, total_steps=job.train.steps, generation=opened.generation, plain=True
             ) as console,
@@ -38,7 +38,7 @@ def main() -> int:
                     actions[what](int(host), *map(float, rate))
                     print(f"did {line.strip()}", file=sys.stderr, flush=True)
 
-            return voyage.run(tick, launcher=LocalLauncher(hosts)).exit_code
+            return session.run(tick, launcher=LocalLauncher(hosts)).exit_code
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import json
 import os
 import signal
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +70,8 @@ def main() -> int:
     if late:
         use_late_device()
     job = load_job(Path("job.toml"), plan.get("set", []))
-    voyage = prepare_session(job, Path("runs"))
-    held = Held(voyage.opened.folder, plan.get("coordinator"))
+    session = prepare_session(job, Path("runs"))
+    held = Held(session.opened.folder, plan.get("coordinator"))
 
     class AttendedRun(attended.AttendedRun):
         def __init__(self, folder: RunFolder, generation: int, start: Any, **more: Any) -> None:
@@ -81,11 +80,11 @@ def main() -> int:
     attended.AttendedRun = AttendedRun  # type: ignore[misc]
     launcher = LocalLauncher(returns={int(n): s for n, s in plan.get("returns", {}).items()})
     if late:
-        launcher.launch = partial(launcher.launch, worker_module="late_rank")  # type: ignore[method-assign]
+        launcher.worker_module = "late_rank"
     with (
-        voyage.opened as opened,
+        session.opened as opened,
         TrainConsole(
-            voyage.opened.folder, total_steps=job.train.steps, generation=opened.generation, plain=True
+            session.opened.folder, total_steps=job.train.steps, generation=opened.generation, plain=True
         ) as console,
     ):
 
@@ -93,7 +92,7 @@ def main() -> int:
             held.tick()
             console.poll()
 
-        return voyage.run(tick, launcher=launcher).exit_code
+        return session.run(tick, launcher=launcher).exit_code
 
 
 if __name__ == "__main__":

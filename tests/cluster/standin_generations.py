@@ -30,8 +30,8 @@ def main(argv: list[str]) -> int:
         select.select([agent, test], [], [])
         for message in agent.receive():
             match message:
-                case {"generation_spec": generation_spec}:
-                    generation = generation_spec["generation"]
+                case {"rank_spec": rank_spec}:
+                    generation = rank_spec["generation"]
                 case {"abandon": {"generation": given_up}} if given_up >= generation:
                     parked: dict[str, Any] = {"generation": generation, "step": 1, "message": "abandoned"}
                     agent.send({"parked": parked})

@@ -17,8 +17,8 @@ def main(argv: list[str]) -> int:
         select.select([agent], [], [], 0.1)
         for message in agent.receive():
             match message:
-                case {"generation_spec": generation_spec}:
-                    generation = generation_spec["generation"]
+                case {"rank_spec": rank_spec}:
+                    generation = rank_spec["generation"]
                 case {"yield": {"how": how}}:
                     agent.send({"finished": {"generation": generation, "how": how, "step": step}})
                     generation = 0

@@ -27,7 +27,7 @@ from seatrial.record.folder import RunFolder
 pytestmark = [pytest.mark.cluster, pytest.mark.timed]
 
 STANDIN = Path(__file__).with_name("standin_agent.py")
-BYE = {"say": msg.encode(msg.Bye())}
+BYE = {"say": msg.encode(msg.AgentFinished())}
 Script = list[Any]
 
 
@@ -123,7 +123,7 @@ def launch(tmp_path: Path) -> Callable[..., Launch]:
 Begin = Callable[..., Launch]
 
 
-def test_the_outcome_is_what_the_coordinator_said(launch: Begin) -> None:
+def test_the_outcome_is_the_coordinators(launch: Begin) -> None:
     for code in (0, 75, 130):
         assert launch([outcome(code), BYE], [outcome(code), BYE]).follow() == Outcome(code)
 
@@ -173,7 +173,7 @@ def test_agents_that_leave_in_order_without_an_outcome(launch: Begin) -> None:
     assert read_events(RunFolder(Path(result.failure.log).parents[3]))[0] == []
 
 
-def test_the_failure_of_a_lost_node_says_how_its_agent_ended(launch: Begin) -> None:
+def test_a_lost_nodes_failure_reports_its_agents_end(launch: Begin) -> None:
     """The coordinator has only missed it; the launcher is its parent."""
     lost = outcome(1, node=1, message="node 1 is lost", cause="its agent exited", hint="max_restarts is 0")
     run = launch([{"wait": "go"}, lost, BYE], ["die"])

@@ -172,7 +172,7 @@ def test_an_empty_entry_of_pythonpath_means_nothing(few: Place, entries: str) ->
     assert done.returncode == 0, done.stderr
 
 
-def test_a_folder_that_pythonpath_says_is_the_users_own_choice(few: Place) -> None:
+def test_a_folder_in_pythonpath_is_used(few: Place) -> None:
     for said in (".", str(few.folder)):
         few.run(sys.executable, "-P", "-m", "seatrial", "schema", PYTHONPATH=f":{said}")
         assert few.executed()

@@ -19,7 +19,7 @@ from seatrial.train.dryrun.trace import at_size
 
 pytestmark = [pytest.mark.cluster, pytest.mark.ci]
 
-PATIENCE_S = 3600.0  # what a trace costs is processor time, of which others may take most
+TIMEOUT_S = 3600.0  # what a trace costs is processor time, of which others may take most
 
 QWEN_72B = Architecture(
     family="qwen2",
@@ -101,8 +101,8 @@ def test_a_step_carried_over_is_the_whole_step(name: str) -> None:
     job = at_size(job_of({"name": name, "tied": False, "precision": "bf16", **case}), layers, microbatches)
     # Of several stages a rank, one rank: the first has most microbatches under way.
     ranks = [0] if job.layout.stages_per_rank > 1 else None
-    few = dry_run(job, ranks=ranks, processes=2, timeout_s=PATIENCE_S)
-    whole = dry_run(job, ranks=ranks, processes=2, whole=True, timeout_s=PATIENCE_S)
+    few = dry_run(job, ranks=ranks, processes=2, timeout_s=TIMEOUT_S)
+    whole = dry_run(job, ranks=ranks, processes=2, whole=True, timeout_s=TIMEOUT_S)
     for a, b in zip(few.ranks, whole.ranks, strict=True):
         assert len(a.traced) == 4
         assert b.traced == ((layers, microbatches),)
@@ -126,7 +126,7 @@ def large() -> tuple[Job, DryRun]:
     job = job_of({"name": "72b", "layout": layout, "tied": False, "precision": "bf16"})
     train = job.train.model_copy(update={"sequence_length": 4096, "microbatch": 1, "global_batch": 16})
     job = Job(job.file.model_copy(update={"train": train}), QWEN_72B, job.layout, "72b")
-    return job, dry_run(job, ranks=[0, 93], processes=2, timeout_s=PATIENCE_S)
+    return job, dry_run(job, ranks=[0, 93], processes=2, timeout_s=TIMEOUT_S)
 
 
 def test_72b_on_128_ranks_takes_little_memory(large: tuple[Job, DryRun]) -> None:
@@ -163,7 +163,7 @@ def test_72b_kinds_add_up_to_the_peak(large: tuple[Job, DryRun]) -> None:
         assert 0 <= step.peak["parameters"] - step.parameter_bytes < 512 * 12 * 41
 
 
-def test_what_is_not_known_is_said() -> None:
+def test_unknown_values_are_reported() -> None:
     job = job_of({"name": "x", "layout": {}, "tied": False, "precision": "fp32", "documents": True})
     compiled = job.train.model_copy(update={"compile": True})
     job = Job(job.file.model_copy(update={"train": compiled}), job.architecture, job.layout, "x")
@@ -178,7 +178,7 @@ def test_a_rank_that_is_not_there_is_refused() -> None:
         dry_run(job, ranks=[2])
 
 
-def test_a_process_that_ends_badly_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_process_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_of({"name": "x", "layout": {}, "tied": False, "precision": "fp32"})
     program = "raise ValueError('not so')"
     monkeypatch.setattr(dryrun, "python", lambda *words: [sys.executable, "-c", program])

@@ -42,7 +42,7 @@ def begin(forker: Forker, tmp_path: Path) -> Iterator[Begin]:
         agent = RankAgent(forker, tmp_path, {"layout": layout, "steps": 1000, "fault": planted, **plan})
         agents.append(agent)
         agent.fork(*range(agent.layout.world_size))
-        agent.generation_spec(1)
+        agent.start_generation(1)
         if fault is not None:
             assert agent.hear("fault", culprit) == {culprit: fault}
         return agent
@@ -111,7 +111,7 @@ def test_ranks_leave_a_hung_collective_and_train_in_a_new_world(begin: Begin) ->
     agent.kill(CULPRIT)
     agent.plan["fault"] = None
     agent.fork(CULPRIT)
-    agent.generation_spec(2)
+    agent.start_generation(2)
     assert len(agent.hear("losses", *range(4))) == 4
 
 
@@ -132,7 +132,7 @@ def test_worlds_are_rebuilt_repeatedly_in_the_same_processes(begin: Begin) -> No
         assert len(agent.hear("parked", *others)) == 3
         parked = time.monotonic()
         agent.fork(victim)
-        agent.generation_spec(generation)
+        agent.start_generation(generation)
         assert len(agent.hear("first", *range(4))) == 4
         stepped = time.monotonic()
         assert agent.hear("losses", *range(4)) == dict.fromkeys(range(4), losses)

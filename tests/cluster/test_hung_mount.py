@@ -12,7 +12,7 @@ from hung_mount import HungMount
 pytestmark = [pytest.mark.cluster, pytest.mark.ci, pytest.mark.timed]
 
 # Longer than the run is disturbed: nobody may wait for a collective, or for the storage, for so long.
-PATIENT = ("resilience.hang_min_s=60", "resilience.snapshot_every_steps=3", "checkpoint.every_steps=4")
+LONG_LIMITS = ("resilience.hang_min_s=60", "resilience.snapshot_every_steps=3", "checkpoint.every_steps=4")
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ def test_a_recovery_in_place_goes_on_without_it(tmp_path: Path, settings: tuple[
     folder = make_folder(tmp_path / "job")
     mount = tmp_path / "mount"
     mount.mkdir()
-    trial = Trial(folder, *PATIENT, *settings, f"train.steps={4 * STEPS}", f"checkpoint.folder={mount}")
+    trial = Trial(folder, *LONG_LIMITS, *settings, f"train.steps={4 * STEPS}", f"checkpoint.folder={mount}")
     try:
         trial.until_event("checkpoint_saved")
         trial.until_step(9)

@@ -280,7 +280,7 @@ def test_two_gpus_from_driver_to_verdict(
     assert unread == []
 
 
-def test_what_the_kernel_said_is_judged_with_its_line(tmp_path: Path, places: Places) -> None:
+def test_kernel_messages_are_judged_with_their_line(tmp_path: Path, places: Places) -> None:
     with Path(places.kernel_log).open("a") as log:
         log.write("3,2,300,-;EXT4-fs (loop3): I/O error while writing superblock\n")
         log.write("3,3,400,-;blk_update_request: I/O error, dev sda, sector 1234 op 0x0:(READ)\n")

@@ -214,9 +214,13 @@ def test_kill_9_of_driver_then_agents_leaves_nothing(start: Start, apart_s: floa
 def test_kill_9_of_all_but_the_ranks_at_once_leaves_no_rank(start: Start) -> None:
     cluster = start()
     cluster.wait_ranks()
-    nurseries = [cluster.find(FORK_SERVER, node=n) for n in (0, 1)]
+    fork_servers = [cluster.find(FORK_SERVER, node=n) for n in (0, 1)]
     agents = [cluster.find(AGENT, node=n) for n in (0, 1)]
-    above = [*nurseries, *agents, cluster.driver.pid]  # upwards, so that none lives to clean up after another
+    above = [
+        *fork_servers,
+        *agents,
+        cluster.driver.pid,
+    ]  # upwards, so that none lives to clean up after another
     for pid in above:
         suspend(pid)
     for pid in above:
@@ -238,7 +242,7 @@ def test_an_interrupted_driver_stops_everything_in_order(start: Start) -> None:
     assert cluster.left() == []
 
 
-def test_an_interrupt_while_the_nurseries_import(start: Start) -> None:
+def test_an_interrupt_while_fork_servers_import(start: Start) -> None:
     cluster = start(worker_module="standin_slow")
     cluster.wait_ranks(2)
     cluster.driver.send_signal(signal.SIGINT)
@@ -246,7 +250,7 @@ def test_an_interrupt_while_the_nurseries_import(start: Start) -> None:
     assert cluster.left() == []
 
 
-def test_kill_9_of_the_driver_while_the_nurseries_import(start: Start) -> None:
+def test_kill_9_of_the_driver_while_fork_servers_import(start: Start) -> None:
     cluster = start(worker_module="standin_slow")
     cluster.wait_ranks(2)
     cluster.driver.kill()

@@ -172,7 +172,7 @@ def of(pid: int, mark: str) -> bool:
         return False
 
 
-def test_interrupted_it_says_how_to_continue(folder: Path) -> None:
+def test_interrupted_it_prints_how_to_continue(folder: Path) -> None:
     command = [sys.executable, "-m", "seatrial", *SCALE, "--plain", "--fresh"]
     started = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
     assert started.stderr is not None

@@ -69,7 +69,7 @@ def trials(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def test_outside_an_allocation_it_says_how(folder: Path) -> None:
+def test_outside_an_allocation_the_error_has_the_command(folder: Path) -> None:
     done = seatrial(folder, "scale", "job.toml", "--nodes", "1,2")
     assert done.returncode == 2
     assert "SLURM_JOB_ID is not set" in done.stderr

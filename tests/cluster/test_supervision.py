@@ -38,19 +38,19 @@ def start(tmp_path: Path) -> Iterator[Start]:
         cluster.close()
 
 
-def generation_spec(line: RankLine) -> dict[str, Any]:
+def rank_spec(line: RankLine) -> dict[str, Any]:
     """The next generation that a rank is given, after whatever else it is told."""
     while True:
         message = line.hear()
-        if "generation_spec" in message:
-            found: dict[str, Any] = message["generation_spec"]
+        if "rank_spec" in message:
+            found: dict[str, Any] = message["rank_spec"]
             return found
 
 
-def generation_specs(cluster: VirtualCluster) -> dict[int, dict[str, Any]]:
+def rank_specs(cluster: VirtualCluster) -> dict[int, dict[str, Any]]:
     """The generations of all ranks, by rank; each has begun to work, and the run has made a step."""
     cluster.wait_ranks()
-    found = {rank: generation_spec(line) for rank, line in sorted(cluster.ranks.items())}
+    found = {rank: rank_spec(line) for rank, line in sorted(cluster.ranks.items())}
     for line in cluster.ranks.values():
         line.tell({"beat": 1})
     return found
@@ -83,11 +83,11 @@ def kinds(told: list[Event]) -> list[str]:
 
 def test_killed_rank_is_replaced_and_others_keep_their_processes(start: Start) -> None:
     cluster = start()
-    first = generation_specs(cluster)
-    assert {generation_spec["generation"] for generation_spec in first.values()} == {3}
+    first = rank_specs(cluster)
+    assert {rank_spec["generation"] for rank_spec in first.values()} == {3}
     os.kill(cluster.ranks[3].pid, signal.SIGKILL)
     (new,) = replaced(cluster, 1)
-    second = {rank: generation_spec(line) for rank, line in sorted(cluster.ranks.items())}
+    second = {rank: rank_spec(line) for rank, line in sorted(cluster.ranks.items())}
     assert new.rank == 3
     for rank, now in second.items():
         before = first[rank]
@@ -105,10 +105,10 @@ def test_killed_rank_is_replaced_and_others_keep_their_processes(start: Start) -
 
 def test_a_spare_takes_the_place_of_a_lost_node(start: Start) -> None:
     cluster = start(spares=1)
-    first = generation_specs(cluster)
+    first = rank_specs(cluster)
     os.kill(cluster.find(AGENT, node=1), signal.SIGKILL)
     replaced(cluster, 2)
-    second = {rank: generation_spec(line) for rank, line in sorted(cluster.ranks.items())}
+    second = {rank: rank_spec(line) for rank, line in sorted(cluster.ranks.items())}
     assert [second[rank]["node"] for rank in range(4)] == [0, 0, 2, 2]
     assert [second[rank]["slot"] for rank in range(4)] == [0, 0, 1, 1]
     assert second[0]["layout"] == first[0]["layout"]
@@ -120,7 +120,7 @@ def test_a_spare_takes_the_place_of_a_lost_node(start: Start) -> None:
 
 def test_the_coordinators_node_is_lost_like_any_other(start: Start) -> None:
     cluster = start(spares=1)
-    first = generation_specs(cluster)
+    first = rank_specs(cluster)
     told, _ = events.read_events(cluster.folder)
     node = next(e.node for e in reversed(told) if e.kind == "coordinator_elected")
     assert node is not None
@@ -128,7 +128,7 @@ def test_the_coordinators_node_is_lost_like_any_other(start: Start) -> None:
         pytest.skip("the spare was the quickest and coordinates: no rank would be lost with it")
     os.kill(cluster.find(AGENT, node=node), signal.SIGKILL)
     replaced(cluster, 2)
-    second = {rank: generation_spec(line) for rank, line in sorted(cluster.ranks.items())}
+    second = {rank: rank_spec(line) for rank, line in sorted(cluster.ranks.items())}
     for rank in range(4):
         before = first[rank]["node"]
         assert second[rank]["node"] == (2 if before == node else before)
@@ -139,12 +139,12 @@ def test_the_coordinators_node_is_lost_like_any_other(start: Start) -> None:
 
 def test_a_frozen_node_is_lost_after_its_silence(start: Start) -> None:
     cluster = start(spares=1)
-    generation_specs(cluster)
+    rank_specs(cluster)
     elected = next(e for e in events.read_events(cluster.folder)[0] if e.kind == "coordinator_elected")
     frozen = 0 if elected.node == 1 else 1  # without the coordinator all would lose their right to run ranks
     os.kill(cluster.find(AGENT, node=frozen), signal.SIGSTOP)
     replaced(cluster, 2)
-    second = {rank: generation_spec(line) for rank, line in sorted(cluster.ranks.items())}
+    second = {rank: rank_spec(line) for rank, line in sorted(cluster.ranks.items())}
     nodes = [second[rank]["node"] for rank in range(4)]
     assert nodes == ([0, 0, 2, 2] if frozen == 1 else [2, 2, 1, 1])
     lost = next(e for e in finish(cluster) if e.kind == "node_lost")
@@ -154,10 +154,10 @@ def test_a_frozen_node_is_lost_after_its_silence(start: Start) -> None:
 def test_a_node_that_comes_back_is_used_again(start: Start) -> None:
     """Two nodes, no spare, and no smaller layout allowed: the run waits."""
     cluster = start(resilience=("silence_s=3.0", "shrink=false", "node_wait_s=60"), returns={1: 0.5})
-    generation_specs(cluster)
+    rank_specs(cluster)
     os.kill(cluster.find(AGENT, node=1), signal.SIGKILL)
     replaced(cluster, 2)
-    second = {rank: generation_spec(line) for rank, line in sorted(cluster.ranks.items())}
+    second = {rank: rank_spec(line) for rank, line in sorted(cluster.ranks.items())}
     assert [second[rank]["node"] for rank in range(4)] == [0, 0, 1, 1]
     told = finish(cluster)
     assert [e.node for e in told if e.kind == "agent_started"].count(1) == 2
@@ -166,7 +166,7 @@ def test_a_node_that_comes_back_is_used_again(start: Start) -> None:
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
 def test_a_preemption_lets_the_ranks_save_and_is_exit_75(start: Start, signum: signal.Signals) -> None:
     cluster = start()
-    generation_specs(cluster)
+    rank_specs(cluster)
     # As the terminal or a scheduler does it: the signal goes to the whole group, which is the driver's alone.
     os.killpg(cluster.driver.pid, signum)
     for line in cluster.ranks.values():
@@ -181,10 +181,10 @@ def test_a_preemption_lets_the_ranks_save_and_is_exit_75(start: Start, signum: s
 
 def test_the_same_failure_without_progress_ends_the_run(start: Start) -> None:
     cluster = start(resilience=("silence_s=3.0", "max_same_failure=2"))
-    generation_specs(cluster)
+    rank_specs(cluster)
     cluster.ranks[1].tell({"exit": 7})
     (new,) = replaced(cluster, 1)
-    generation_spec(new)
+    rank_spec(new)
     new.tell({"exit": 7})
     result = cluster.result()
     assert (cluster.driver.returncode, result["outcome"]["exit_code"]) == (1, 1)
@@ -198,7 +198,7 @@ def test_the_same_failure_without_progress_ends_the_run(start: Start) -> None:
 def test_strangers_at_every_door_cost_a_run_nothing(start: Start) -> None:
     """Two processes that know no secret connect again and again, and hold what they get."""
     cluster = start(resilience=("silence_s=2.0",))
-    generation_specs(cluster)
+    rank_specs(cluster)
     ports = [json.loads(path.read_text())["port"] for path in cluster.folder.leases.glob("*.json")]
     ports += [e.data["port"] for e in events.read_events(cluster.folder)[0] if e.data and "port" in e.data]
     code = (

@@ -42,7 +42,7 @@ def play(agent_pool: AgentPool, *worlds: RankGroup) -> list[Outcome]:
     return Ranks(agent_pool, agent_pool.hosts, ["a", "b"], "cuda").run(worlds, SECONDS, 300.0)
 
 
-def test_one_rank_sums_rightly_and_nccl_says_its_part(agent_pool: AgentPool) -> None:
+def test_one_rank_sums_correctly_and_nccl_logs(agent_pool: AgentPool) -> None:
     (result,) = play(agent_pool, RankGroup((0,), ((0,),), sizes=(MIB, 256 * MIB)))
     assert result.whole, result.why
     assert [(s.size_bytes, s.wrong) for s in result.sums] == [(MIB, 0), (256 * MIB, 0)]

@@ -45,8 +45,8 @@ class Host:
 
 
 @dataclass(slots=True)
-class Leg:
-    """A generation as it really goes."""
+class Generation:
+    """The true state of a generation."""
 
     generation: int
     slots: dict[int, int]
@@ -58,7 +58,7 @@ class Leg:
 
 
 class Cluster:
-    """Nodes as they really are, and one of them coordinates."""
+    """The true state of all nodes, one of which coordinates."""
 
     def __init__(self, history: History, machine_type: type[Machine] = Machine) -> None:
         self.history, self.random = history, history.random
@@ -68,7 +68,7 @@ class Cluster:
         self.events = 0
         self.hosts = [Host(number) for number in range(s.slots + s.spares + history.cold)]
         self.watcher = Watcher(self)
-        self.generation_spec: Leg | None = None
+        self.current: Generation | None = None
         self.saved = self.reached = 0  # steps on disk; the furthest of any generation
         self.machine: Machine | None = None
         self.seat = 0  # the node whose agent coordinates
@@ -137,10 +137,10 @@ class Cluster:
             self.now - self.moved >= HANG_S - 1e-6
             and self.machine.at_work(self.machine.generation)
             and self.machine.phase == "running"
-            and self.generation_spec is not None
+            and self.current is not None
         ):
             self.moved = self.now
-            node = self.random.choice(list(self.generation_spec.slots.values()))
+            node = self.random.choice(list(self.current.slots.values()))
             step = max(self.machine.counts.best, 0)
             self.tell(m.Failed(self.now, self.machine.generation, node, node * 8, "hang", "overdue", step))
         self.at(max(self.moved, self.now - HANG_S + 1.0) + HANG_S, self.watch, term)
@@ -170,15 +170,15 @@ class Cluster:
         match action:
             case m.Start():
                 self.moved = self.now
-                generation_spec = Leg(action.generation, action.slots, self.where_to_resume())
-                self.generation_spec = generation_spec
+                current = Generation(action.generation, action.slots, self.where_to_resume())
+                self.current = current
                 for node in action.slots.values():
-                    self.order(node, dies, self.start, generation_spec)
+                    self.order(node, dies, self.start, current)
             case m.Stop():
                 for node in action.nodes:
                     self.order(node, dies, self.stop, action.generation, action.grace_s)
             case m.Yield():
-                for node in self.generation_spec.slots.values() if self.generation_spec is not None else ():
+                for node in self.current.slots.values() if self.current is not None else ():
                     self.order(node, dies, self.ask_to_leave, action.generation, action.how)
             case m.Flush():
                 works, fails = self.history.flush
@@ -283,8 +283,8 @@ class Cluster:
             if host.silent is not None:  # nobody is known to have heard it since
                 latest = host.silent + self.settings.silence_s + self.random.random() * KILL_S
                 self.at(latest, self.ghost_ends, host, host.workers)
-            if self.generation_spec is not None and host.workers == self.generation_spec.generation:
-                self.generation_spec.broken = True
+            if self.current is not None and host.workers == self.current.generation:
+                self.current.broken = True
         host.incarnation += 1
         host.link, host.workers, host.claims, host.left, host.leaving = 0, None, None, None, None
         host.barred, host.silent, host.slow, host.ready = 0, None, False, False
@@ -344,88 +344,80 @@ class Cluster:
 
     def where_to_resume(self) -> int:
         """Carried state, memory or disk: the newest that is left."""
-        if self.generation_spec is None:
+        if self.current is None:
             return self.saved
-        return self.random.randint(
-            max(self.saved, self.generation_spec.step - 3), max(self.saved, self.generation_spec.step)
-        )
+        return self.random.randint(max(self.saved, self.current.step - 3), max(self.saved, self.current.step))
 
     def end_workers(self, host: Host) -> None:
-        if self.generation_spec is not None and host.workers == self.generation_spec.generation:
-            self.generation_spec.broken = True
+        if self.current is not None and host.workers == self.current.generation:
+            self.current.broken = True
         host.workers = None
 
-    def start(self, host: Host, generation_spec: Leg) -> None:
-        if generation_spec.generation <= host.barred:
+    def start(self, host: Host, current: Generation) -> None:
+        if current.generation <= host.barred:
             return
-        self.watcher.worker_born(host, generation_spec.generation)
-        host.workers, host.left, host.claims = generation_spec.generation, None, None
-        generation_spec.begun.add(host.number)
-        if len(generation_spec.begun) == len(generation_spec.slots):
-            self.at(self.now + self.random.uniform(0.2, 3.0), self.step, generation_spec)
+        self.watcher.worker_born(host, current.generation)
+        host.workers, host.left, host.claims = current.generation, None, None
+        current.begun.add(host.number)
+        if len(current.begun) == len(current.slots):
+            self.at(self.now + self.random.uniform(0.2, 3.0), self.step, current)
 
-    def step(self, generation_spec: Leg) -> None:
-        if generation_spec is not self.generation_spec or generation_spec.over or generation_spec.broken:
+    def step(self, current: Generation) -> None:
+        if current is not self.current or current.over or current.broken:
             return
         bad, poison = self.history.bad_node, self.history.poison
-        if poison is not None and poison[0] == generation_spec.step + 1:
-            self.fail(generation_spec, generation_spec.slots[poison[1]], poison[2])
+        if poison is not None and poison[0] == current.step + 1:
+            self.fail(current, current.slots[poison[1]], poison[2])
             return
         if (
             bad is not None
             and self.bad_times
-            and bad in generation_spec.slots.values()
+            and bad in current.slots.values()
             and self.random.random() < 0.4
         ):
             self.bad_times -= 1
-            self.fail(generation_spec, bad, "worker_exit")
+            self.fail(current, bad, "worker_exit")
             return
-        if generation_spec.step < self.history.steps:
-            generation_spec.step += 1
-            self.reached = max(self.reached, generation_spec.step)
-        self.report(
-            self.hosts[generation_spec.slots[0]], m.Progress, generation_spec.generation, generation_spec.step
-        )
-        how = "done" if generation_spec.step >= self.history.steps else generation_spec.leave
-        if how is not None or generation_spec.step % 5 == 0:
-            self.saved = max(self.saved, generation_spec.step)
+        if current.step < self.history.steps:
+            current.step += 1
+            self.reached = max(self.reached, current.step)
+        self.report(self.hosts[current.slots[0]], m.Progress, current.generation, current.step)
+        how = "done" if current.step >= self.history.steps else current.leave
+        if how is not None or current.step % 5 == 0:
+            self.saved = max(self.saved, current.step)
         if how is None:
-            self.at(self.now + 1.0, self.step, generation_spec)
+            self.at(self.now + 1.0, self.step, current)
             return
-        generation_spec.over = True
-        for node in generation_spec.slots.values():
-            self.at(self.now + self.random.random(), self.leave, self.hosts[node], generation_spec, how)
+        current.over = True
+        for node in current.slots.values():
+            self.at(self.now + self.random.random(), self.leave, self.hosts[node], current, how)
 
-    def leave(self, host: Host, generation_spec: Leg, how: str) -> None:
-        if host.workers == generation_spec.generation:
-            host.workers, host.left = None, (generation_spec.generation, how)
-            self.report(host, m.Finished, generation_spec.generation, host.number, how)
+    def leave(self, host: Host, current: Generation, how: str) -> None:
+        if host.workers == current.generation:
+            host.workers, host.left = None, (current.generation, how)
+            self.report(host, m.Finished, current.generation, host.number, how)
 
-    def fail(self, generation_spec: Leg, node: int, signal: str) -> None:
+    def fail(self, current: Generation, node: int, signal: str) -> None:
         """A rank ends; its peers park. A hang nobody reports but the watch."""
-        generation_spec.broken = True
+        current.broken = True
         if signal != "hang":
             host = self.hosts[node]
-            host.claims = generation_spec.generation
+            host.claims = current.generation
             self.report(
                 host,
                 self.failed,
-                generation_spec.generation,
+                current.generation,
                 node,
                 node * 8,
                 signal,
                 "broken",
-                generation_spec.step,
+                current.step,
             )
 
     def ask_to_leave(self, host: Host, generation: int, how: str) -> None:
-        generation_spec = self.generation_spec
-        if (
-            generation_spec is not None
-            and generation_spec.generation == generation
-            and host.workers == generation
-        ):
-            generation_spec.leave = how if generation_spec.leave != "preempted" else generation_spec.leave
+        current = self.current
+        if current is not None and current.generation == generation and host.workers == generation:
+            current.leave = how if current.leave != "preempted" else current.leave
 
     def stop(self, host: Host, generation: int, grace_s: float) -> None:
         host.barred = max(host.barred, generation)
@@ -434,8 +426,8 @@ class Cluster:
         if host.workers is None or host.workers > generation:
             self.report(host, m.Stopped, generation, host.number)
             return
-        if self.generation_spec is not None and host.workers == self.generation_spec.generation:
-            self.generation_spec.broken = True
+        if self.current is not None and host.workers == self.current.generation:
+            self.current.broken = True
         ends = self.now + self.random.random() * grace_s
         slow, host.slow = host.slow, False
         self.at(ends, self.stopped, host, host.workers)
@@ -461,6 +453,6 @@ class Cluster:
 
     def flushed(self, term: int, ok: bool) -> None:
         if term == self.term and self.machine is not None:
-            if ok and self.generation_spec is not None:
-                self.saved = max(self.saved, self.generation_spec.step - self.random.randint(0, 2))
+            if ok and self.current is not None:
+                self.saved = max(self.saved, self.current.step - self.random.randint(0, 2))
             self.tell(m.Flushed(self.now, self.saved, ok))

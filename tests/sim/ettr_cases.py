@@ -7,9 +7,11 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from ettr_simulation import Case
+
 from seatrial.base.errors import Diagnostic, InputError
 from seatrial.base.files import parse_json, read_named
-from seatrial.plan.cost.ettr import DAY_S, Branch, Case, Remedy
+from seatrial.plan.cost.ettr import DAY_S, Branch, Remedy
 from seatrial.plan.cost.finish import COMMUNICATORS_S_PER_GPU, NEW_PROCESS_S
 from seatrial.record.interval import young
 

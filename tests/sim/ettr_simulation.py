@@ -13,7 +13,15 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from seatrial.plan.cost.ettr import DAY_S, Branch, Case, Remedy, _shrunk, _waits
+from seatrial.plan.cost import ettr
+from seatrial.plan.cost.ettr import DAY_S, Branch, Remedy, _shrunk, _waits
+
+
+@dataclass(frozen=True)
+class Case(ettr.Case):
+    """With what only the simulation distinguishes."""
+
+    disk_extra_s: float = 0.0  # a load from disk takes this much longer than the one in `down_s`
 
 
 @dataclass

@@ -11,13 +11,13 @@ from typing import Any
 import ettr_simulation
 import pytest
 from ettr_cases import CAUSES, SCENARIOS, Costs, Measured, Scenario, make_case, spares_for
-from ettr_simulation import Outcome, first_order, mean_and_error, simulate
+from ettr_simulation import Case, Outcome, first_order, mean_and_error, simulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seatrial.base.errors import InputError
 from seatrial.hardware.failures import RATES
-from seatrial.plan.cost.ettr import DAY_S, Branch, Case, renewal
+from seatrial.plan.cost.ettr import DAY_S, Branch, renewal
 from seatrial.record.interval import young
 
 HOUR = 3600.0

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 from ettr_cases import SCENARIOS, Costs, Measured, make_case
-from ettr_simulation import first_order, mean_and_error, simulate
+from ettr_simulation import Case, first_order, mean_and_error, simulate
 
 from seatrial.hardware.failures import RATES
-from seatrial.plan.cost.ettr import DAY_S, Branch, Case, renewal
+from seatrial.plan.cost.ettr import DAY_S, Branch, renewal
 from seatrial.record.interval import young
 
 pytestmark = pytest.mark.cluster  # nothing is started, but it takes its time
@@ -84,7 +84,7 @@ def test_first_order_formula_breaks_down_at_frequent_failures() -> None:
 
 
 @pytest.mark.parametrize("spares", [0, 2048])
-def test_failures_are_as_frequent_as_the_rate_says(spares: int) -> None:
+def test_failures_have_the_given_rate(spares: int) -> None:
     """Those of nodes that stand by do not count: they stop nothing."""
     case = replace(disk(2048, LLAMA_3, 5.0), spares=spares)
     runs = [simulate(case, 30, seed).failures for seed in range(200)]

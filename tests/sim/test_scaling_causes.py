@@ -56,7 +56,7 @@ def judged(kind: str, seeds: range) -> Counter[str]:
             results["blamed" if blames(found) else "right"] += 1
         else:
             results["right" if is_right(drawn, found) else "wrong"] += 1
-            # Whoever else is named is innocent.
+            # Anything else that is named is healthy.
             results["blamed"] += any(cause.ranks for cause in found if cause.kind != RIGHT[kind])
     return results
 

@@ -92,9 +92,7 @@ class Watcher:
             case _:
                 pass
         here = self.world.heard.keys() - self.evicted - self.resetting - self.declared
-        members = (
-            set() if self.world.generation_spec is None else set(self.world.generation_spec.slots.values())
-        )
+        members = set() if self.world.current is None else set(self.world.current.slots.values())
         for group in (here, members):
             self.may_preempt = self.may_preempt or 2 * len(group & self.leaving) > len(group)
         # Of a node that was ever to be reset the machine may still wait to hear that it passed its test.

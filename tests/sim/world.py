@@ -47,14 +47,14 @@ class World(Cluster):
         getattr(self, f"strike_{fault.kind.replace(' ', '_')}")()
 
     def any_host(self, *, working: bool = False) -> Host:
-        if working and self.generation_spec is not None and self.random.random() < 0.8:
-            return self.hosts[self.random.choice(list(self.generation_spec.slots.values()))]
+        if working and self.current is not None and self.random.random() < 0.8:
+            return self.hosts[self.random.choice(list(self.current.slots.values()))]
         return self.random.choice(self.hosts)
 
     def signal(self, host: Host, signal: str) -> None:
         """Whatever runs there now, the node's agent reports this."""
-        generation_spec = self.generation_spec
-        generation = 0 if generation_spec is None else generation_spec.generation
+        current = self.current
+        generation = 0 if current is None else current.generation
         self.report(
             host,
             m.Failed,
@@ -63,7 +63,7 @@ class World(Cluster):
             None,
             signal,
             signal,
-            generation_spec.step if generation_spec else 0,
+            current.step if current else 0,
         )
 
     def strike_die(self, host: Host | None = None) -> None:
@@ -141,23 +141,21 @@ class World(Cluster):
 
     def strike_rank(self) -> None:
         host = self.any_host(working=True)
-        generation_spec = self.generation_spec
-        if generation_spec is not None and host.workers == generation_spec.generation:
-            self.fail(generation_spec, host.number, self.random.choice(("worker_exit", "oom")))
+        current = self.current
+        if current is not None and host.workers == current.generation:
+            self.fail(current, host.number, self.random.choice(("worker_exit", "oom")))
 
     def strike_hang(self) -> None:
-        if self.generation_spec is not None:
-            self.generation_spec.broken = True
+        if self.current is not None:
+            self.current.broken = True
 
     def strike_stale(self) -> None:
         """A report of an older generation, or of a rank that is well."""
-        if self.generation_spec is not None:
-            host, generation_spec = self.any_host(), self.generation_spec
-            generation = self.random.randint(
-                max(0, generation_spec.generation - 2), generation_spec.generation
-            )
+        if self.current is not None:
+            host, current = self.any_host(), self.current
+            generation = self.random.randint(max(0, current.generation - 2), current.generation)
             self.report(
-                host, m.Failed, generation, host.number, 0, "worker_exit", "false alarm", generation_spec.step
+                host, m.Failed, generation, host.number, 0, "worker_exit", "false alarm", current.step
             )
 
     def strike_evicting(self) -> None:
@@ -173,8 +171,8 @@ class World(Cluster):
         self.signal(self.any_host(), "congestion")
 
     def strike_application(self) -> None:
-        if self.generation_spec is not None and not self.generation_spec.broken:
-            self.fail(self.generation_spec, self.any_host(working=True).number, "app_error")
+        if self.current is not None and not self.current.broken:
+            self.fail(self.current, self.any_host(working=True).number, "app_error")
 
     def strike_coordinator(self) -> None:
         self.depose()

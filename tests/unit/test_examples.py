@@ -38,7 +38,7 @@ LAYERS = ["parallel.stages_per_rank=2", "parallel.reshard_after_forward=false"]
 
 
 @pytest.fixture(autouse=True)
-def voyage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def first_voyage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["init", "--preset", "first-voyage"]) == 0
     capsys.readouterr()

@@ -11,7 +11,7 @@ from typing import Any
 _TURN_S = 0.05  # thousands may be ready at once, and the caller must check its deadlines in between
 
 
-class Watching:
+class EventLoop:
     """A selector whose sources may be unregistered at any time, even while others are being handled."""
 
     def __init__(self) -> None:

@@ -69,6 +69,14 @@ def not_a_file(path: Path) -> NotAFile | None:
     return None
 
 
+def names_in(folder: Path) -> list[str]:
+    """The names in `folder`; none if it cannot be read."""
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
 def read_bytes(path: Path, *, most: int = LARGEST_BYTES, links: bool = False) -> bytes:
     """Read a regular file. Raises OSError, also if it is larger than `most` bytes."""
     with open(open_file(path, links=links), "rb") as file:

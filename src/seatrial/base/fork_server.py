@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from seatrial.base import process
-from seatrial.base.event_loop import Watching
+from seatrial.base.event_loop import EventLoop
 from seatrial.base.lines import Channel
 from seatrial.base.signals import SignalQueue
 
@@ -44,7 +44,7 @@ class ForkServer:
     ) -> None:
         """`obey(message)` is called for each order, `reaped(pid, status)` for each child that has ended."""
         self.channel = channel
-        self.sources = Watching()
+        self.sources = EventLoop()
         self._obey, self._reaped = obey, reaped
         self._signals = SignalQueue((signal.SIGCHLD, signal.SIGTERM))
         self._terminated = False

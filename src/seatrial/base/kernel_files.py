@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+KMSG = Path("/dev/kmsg")
+KMSG_RECORD_BYTES = 8192  # more than the kernel returns at once; it refuses a smaller buffer
 _LARGEST_BYTES = 1 << 20  # /proc/cpuinfo of 512 processors
 
 

@@ -27,6 +27,7 @@ from seatrial.base.files import open_file
 
 MARK = "SEATRIAL_AGENT"  # names the agent that a process belongs to
 
+_KILL_S = 5.0  # for killed processes to end
 _MANY_FILES = 1 << 16
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -245,12 +246,12 @@ def marked(*marks: str) -> set[int]:
     return found
 
 
-def kill_all(find: Callable[[], set[int]], *, timeout_s: float = 5.0) -> set[int]:
+def kill_all(find: Callable[[], set[int]]) -> set[int]:
     """SIGKILL what `find` returns, except this process, until it returns nothing; the pids that did not die.
 
-    Returns after `timeout_s` at the latest: a process in an uninterruptible system call cannot be killed.
+    Returns after `_KILL_S` at the latest: a process in an uninterruptible system call cannot be killed.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + _KILL_S
     while True:
         targets = find() - {os.getpid()}
         if not targets or time.monotonic() > deadline:

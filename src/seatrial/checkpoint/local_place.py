@@ -37,9 +37,8 @@ from seatrial.checkpoint.manifest import (
     step_of,
 )
 from seatrial.checkpoint.part import Beat, check_whole, describe, mapped, no_beat, read_again, write_file
-from seatrial.checkpoint.retention import Stop
 from seatrial.checkpoint.source import FolderSource
-from seatrial.checkpoint.verified import verify_source
+from seatrial.checkpoint.verified import Stop, verify_source
 from seatrial.storage.errors import as_storage_error
 
 if TYPE_CHECKING:
@@ -91,10 +90,6 @@ class LocalPlace:
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666))
             atomic.fsync_folder(path.parent)
 
-    def confirm(self, step: int, stop: Stop | None = None) -> None:
-        self.verify(step, stop=stop)
-        self.mark_verified(step)
-
     def set_aside_names(self) -> list[str]:
         with as_storage_error("list", self.url):
             return sorted(p.name for p in self._paths() if _ASIDE.fullmatch(p.name))
@@ -144,8 +139,8 @@ class LocalPlace:
         with as_storage_error("complete", str(final)):
             return commit(self._temporary(step, generation, origin), final, manifest, world_size, fence)
 
-    def abandon(self, step: int, generation: int, *, origin: str = "") -> None:
-        _discard(self._temporary(step, generation, origin))
+    def abandon(self, step: int, generation: int) -> None:
+        _discard(self._temporary(step, generation, ""))
 
     # -- removing
 

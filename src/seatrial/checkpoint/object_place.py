@@ -42,9 +42,8 @@ from seatrial.checkpoint.manifest import (
     step_of,
 )
 from seatrial.checkpoint.part import Beat, check_whole, describe, mapped, no_beat, read_again
-from seatrial.checkpoint.retention import Stop
 from seatrial.checkpoint.source import StoreSource
-from seatrial.checkpoint.verified import verify_source
+from seatrial.checkpoint.verified import Stop, verify_source
 from seatrial.storage import Readable, StorageError, Store
 
 if TYPE_CHECKING:
@@ -101,10 +100,6 @@ class ObjectPlace:
 
     def mark_verified(self, step: int) -> None:
         self.store.write(self._key(step, VERIFIED), b"")
-
-    def confirm(self, step: int, stop: Stop | None = None) -> None:
-        self.verify(step, stop=stop)
-        self.mark_verified(step)
 
     def set_aside_names(self) -> list[str]:
         names = []
@@ -183,9 +178,9 @@ class ObjectPlace:
             pass
         return manifest
 
-    def abandon(self, step: int, generation: int, *, origin: str = "") -> None:
+    def abandon(self, step: int, generation: int) -> None:
         try:
-            below = self._key(step, self._below(step, generation, origin))
+            below = self._key(step, self._below(step, generation, ""))
             kept = self._kept(step)
             self.store.remove([e.name for e in self.store.names(below) if e.name not in kept])
         except SeatrialError:  # the next start does it

@@ -13,9 +13,8 @@ from seatrial.checkpoint.manifest import Damaged, File
 from seatrial.checkpoint.source import Source
 from seatrial.checkpoint.verified import VerifiedFiles
 
-_SYNC_BYTES = (
-    1 << 28
-)  # written between two waits for the disk: shows progress, and limits dirty pages in the cache
+# Written between two waits for the disk: shows progress, and limits dirty pages in the cache.
+_SYNC_BYTES = 1 << 28
 
 # Called with the bytes hashed, written or read back since the last call: the caller may monitor progress.
 Beat = Callable[[int], None]
@@ -37,12 +36,9 @@ def mapped(fd: int, size: int) -> Iterator[memoryview]:
         yield view
 
 
-def describe(name: str, data: memoryview, beat: Beat = no_beat) -> File:
+def describe(name: str, data: memoryview) -> File:
     """The description of `data` as the file `name`: its size, and the hash of each chunk."""
-    hashes = []
-    for begin, end in spans(len(data)):
-        hashes.append(hash_of(data[begin:end]))
-        beat(end - begin)
+    hashes = [hash_of(data[begin:end]) for begin, end in spans(len(data))]
     return File(name, len(data), CHUNK_BYTES, hashes)
 
 

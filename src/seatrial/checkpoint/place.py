@@ -10,7 +10,7 @@ from seatrial.checkpoint.local_place import LocalPlace
 from seatrial.checkpoint.manifest import Manifest
 from seatrial.checkpoint.object_place import ObjectPlace
 from seatrial.checkpoint.part import Beat, no_beat
-from seatrial.checkpoint.retention import Stop
+from seatrial.checkpoint.verified import Stop
 from seatrial.record.folder import RunFolder
 from seatrial.storage import is_remote, join, open_store
 from seatrial.storage.names import FILE
@@ -66,10 +66,6 @@ class Place(Protocol):
         """Record that all of it was read and matched the manifest."""
         ...
 
-    def confirm(self, step: int, stop: Stop | None = None) -> None:
-        """`verify` all of it, then `mark_verified`."""
-        ...
-
     def set_aside_names(self) -> list[str]:
         """Names that `set_aside` has returned."""
         ...
@@ -113,7 +109,7 @@ class Place(Protocol):
         """
         ...
 
-    def abandon(self, step: int, generation: int, *, origin: str = "") -> None:
+    def abandon(self, step: int, generation: int) -> None:
         """Remove the files of a checkpoint that will not be completed, best effort."""
         ...
 

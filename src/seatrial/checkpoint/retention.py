@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from seatrial.base.errors import SeatrialError
 from seatrial.checkpoint.manifest import Damaged
-from seatrial.checkpoint.verified import Stopped
+from seatrial.checkpoint.verified import Stop, Stopped
 
-Stop = Callable[[], bool]
-
-
-class Retained(Protocol):
-    """The part of the `Place` interface that retention uses."""
-
-    def steps(self) -> list[int]: ...
-    def is_verified(self, step: int) -> bool: ...
-    def confirm(self, step: int, stop: Stop | None = None) -> None: ...
-    def remove(self, step: int) -> str: ...
+if TYPE_CHECKING:
+    from seatrial.checkpoint.place import Place
 
 
 @dataclass
@@ -31,7 +23,7 @@ class Retired:
 
 
 def retire(
-    place: Retained, keep: int, keep_every: int, *, sure: int | None = None, stop: Stop | None = None
+    place: Place, keep: int, keep_every: int, *, sure: int | None = None, stop: Stop | None = None
 ) -> Retired:
     """Remove checkpoints older than the `keep` newest verified ones, except those that `stand_for` a step.
 
@@ -73,10 +65,11 @@ def stand_for(steps: Sequence[int], every: int) -> set[int]:
     return set(first.values())
 
 
-def _counts(place: Retained, step: int, done: Retired, stop: Stop | None) -> bool:
+def _counts(place: Place, step: int, done: Retired, stop: Stop | None) -> bool:
     try:
         if not place.is_verified(step):
-            place.confirm(step, stop)
+            place.verify(step, stop=stop)
+            place.mark_verified(step)
     except Damaged as error:
         done.problems.append(error.message)
         return False

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from seatrial.base.still import LOOK_S, Stillness
+from seatrial.base.stalled import SAMPLE_S, StalledProcesses
 from seatrial.checkpoint.manifest import Manifest
 from seatrial.checkpoint.staging_memory import StagingMemory
 from seatrial.checkpoint.stream import FilePlan
@@ -37,7 +37,7 @@ class AsyncWriter:
         self._rank, self._world_size = rank, world_size
         self._memory = StagingMemory(device)
         self._process: WriterProcess | None = None
-        self._still = Stillness()
+        self._stalled = StalledProcesses()
         self._orders: dict[tuple[int, What], float] = {}  # not answered yet -> time it was given
         self._received: list[Outcome] = []  # received, not polled yet
         self._size = self._index_bytes = 0  # of what is staged
@@ -200,7 +200,7 @@ class AsyncWriter:
         until = time.monotonic() + timeout_s
         received = self.poll()
         while any(what == "removed" for _, what in self._orders) and (left := until - time.monotonic()) > 0:
-            self.wait(min(left, LOOK_S))
+            self.wait(min(left, SAMPLE_S))
             received += self.poll()
         return received
 
@@ -218,11 +218,11 @@ class AsyncWriter:
             if outcome.what == "commit" and not outcome.ok:
                 self._orders.pop((outcome.attempt, "removed"), None)
             self._received.append(outcome)
-        still = self._still.look({process.pid: False})
+        stalled = self._stalled.find({process.pid: False})
         if process.ended is not None:
             self._lose(process, f"the writing process {process.ended}")
-        elif still:
-            self._lose(process, f"the writing process {still[process.pid]}, and was killed")
+        elif stalled:
+            self._lose(process, f"the writing process {stalled[process.pid]}, and was killed")
 
     def _lose(self, process: WriterProcess, problem: str) -> None:
         self._process = None

@@ -16,12 +16,10 @@ from seatrial.cli.progress import LiveLine
 from seatrial.cli.validate import job_arguments
 from seatrial.job.finding import Facts, RuleViolation
 from seatrial.ui.out import Out
-from seatrial.ui.table import print_table
+from seatrial.ui.table import VERDICT_STYLES, print_table
 
 if TYPE_CHECKING:
     from seatrial.drill.conduct import Drill, Progress, Result
-
-_STYLES = {"PASS": "green", "FAIL": "bold red", "UNJUDGED": "yellow"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     out.line()
     interrupted = False
     with interrupting(), _Console(out) as console:
-        drill.watch = console.show
+        drill.watch = console.progress
         drill.finished = console.finished
         try:
             drill.run_all()
@@ -129,28 +127,17 @@ def _list(scenarios: list[Any], *, as_json: bool) -> None:
 def _table(out: Out, results: list[Result]) -> None:
     from seatrial.drill.report import COLUMNS, row
 
-    print_table(out, COLUMNS, [row(result) for result in results], styles=_STYLES)
+    print_table(out, COLUMNS, [row(result) for result in results], styles=VERDICT_STYLES)
 
 
-class _Console:
+class _Console(LiveLine):
     """Output during a drill: one line per scenario, and the progress of the current run."""
 
-    def __init__(self, out: Out) -> None:
-        self._out = out
-        self._line = LiveLine(out)
-
-    def __enter__(self) -> _Console:
-        self._line.__enter__()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._line.__exit__(*exc)
-
-    def show(self, progress: Progress) -> None:
+    def progress(self, progress: Progress) -> None:
         """Show the current run; called many times a second."""
         left = "" if progress.eta_s is None else f", about {units.duration(round(progress.eta_s))} left"
         begin = f"[{progress.number}/{progress.of}] {progress.name}: step {progress.step}/{progress.steps}"
-        self._line.show(progress.name, begin, left)
+        self.show(progress.name, begin, left)
 
     def finished(self, result: Result) -> None:
         """Print the verdict on a scenario."""
@@ -163,7 +150,7 @@ class _Console:
             text += f"detected in {detected}, recovered in {recovered}, {redone} steps redone"
         else:
             text += result.judgement.why()
-        self._out.line(text, _STYLES[verdict])
+        self._out.line(text, VERDICT_STYLES[verdict])
 
 
 def _on_this_machine(facts: Facts) -> Iterator[RuleViolation]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from seatrial.hardware.networks import Network
     from seatrial.job import Job
     from seatrial.plan.cost.calibration import Calibration
-    from seatrial.plan.model.place import Hardware
+    from seatrial.plan.model.hardware import Hardware
     from seatrial.plan.report.advice import TargetValue
     from seatrial.plan.report.answer import Answer, PlanOptions
     from seatrial.plan.report.dryrun_comparison import DryRunComparison
@@ -139,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
         if args.json:  # with what was run, if a picture or a dry run fails or is interrupted
             _print_json(result, ran)
     if ran and not args.json:
-        from seatrial.ui.plan_beside import lines
+        from seatrial.ui.plan_dryrun import lines
 
         _show(args, lines(ran, _width()))
     return EXIT_FAILED if result.own.fits is False else EXIT_DONE
@@ -206,7 +206,7 @@ def _in_fp8(job: Job) -> Job:
 
 def _place(args: argparse.Namespace, job: Job, measured: Measured) -> Hardware:
     """The hardware: from the job, measurements, and --network if given."""
-    from seatrial.plan.model.place import hardware_of
+    from seatrial.plan.model.hardware import hardware_of
 
     return measured.at(hardware_of(job, args.network), keep_network=args.network is not None)
 
@@ -215,7 +215,7 @@ def _wishes(args: argparse.Namespace) -> PlanOptions:
     """Parse the options. Raises InputError with all problems."""
     from seatrial.plan.cost.overlap import OURS
     from seatrial.plan.cost.stacks import stacks
-    from seatrial.plan.model.place import known_network
+    from seatrial.plan.model.hardware import known_network
     from seatrial.plan.report.answer import PlanOptions
 
     problems: list[Diagnostic] = []
@@ -337,7 +337,7 @@ def _show(args: argparse.Namespace, lines: list[tuple[str, str]]) -> None:
 
 
 def _print_json(result: Answer, ran: list[DryRunComparison]) -> None:
-    from seatrial.ui.plan_beside import document as dry_runs
+    from seatrial.ui.plan_dryrun import document as dry_runs
     from seatrial.ui.plan_json import document
 
     whole = document(result) | {"dry_run": dry_runs(ran)}
@@ -348,7 +348,7 @@ def _fit(args: argparse.Namespace, job: Job, place: Hardware, calibration: Calib
     from seatrial.hardware.networks import find_network, reference_node
     from seatrial.plan.cost.accumulate import adapted
     from seatrial.plan.cost.predict import capacity
-    from seatrial.plan.model.place import hardware_of
+    from seatrial.plan.model.hardware import hardware_of
     from seatrial.plan.model.recipe import Recipe
     from seatrial.plan.search.fit import account, smallest
     from seatrial.ui.plan_fit import document, lines

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from seatrial.base import units
 
@@ -28,7 +28,7 @@ class LiveLine:
         self._name = ""
         self._live: Live | None = None
 
-    def __enter__(self) -> LiveLine:
+    def __enter__(self) -> Self:
         if self._out.styled:
             from rich.live import Live
 

@@ -21,7 +21,7 @@ from seatrial.cli.progress import LiveLine
 from seatrial.cli.validate import job_arguments
 from seatrial.job.finding import Facts, RuleViolation
 from seatrial.ui.out import Out
-from seatrial.ui.table import print_table
+from seatrial.ui.table import VERDICT_STYLES, print_table
 
 if TYPE_CHECKING:
     from seatrial.job import Job
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from seatrial.scale.judge import Gates
     from seatrial.scale.trial import Trial
 
-_STYLES = {"PASS": "green", "FAIL": "bold red", "UNJUDGED": "yellow"}
 _MOST_NODES = 100_000
 _DOUBLING, _SPEEDUP, _UTILISATION = "80", "8:128:12", "70"
 
@@ -137,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
         out.line()
         interrupted = False
         with interrupting(), _Console(out) as console:
-            measurement.watch, measurement.finished = console.show, console.finished
+            measurement.watch, measurement.finished = console.progress, console.finished
             try:
                 measurement.run_all()
                 wanted = results_of(measurement, gates).to_trace() if args.trace else None
@@ -309,7 +308,7 @@ def _report(
             print_table(out, headings, rows)
     out.line()
     for label, text in report.lines(results):
-        out.pair(label, text, _STYLES.get(label, ""))
+        out.pair(label, text, VERDICT_STYLES.get(label, ""))
     out.pair("report", str(folder / "report.html"))
     if args.json:
         print(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
@@ -319,27 +318,16 @@ def _report(
     return EXIT_FAILED if results.failed else EXIT_DONE
 
 
-class _Console:
+class _Console(LiveLine):
     """Output during a measurement: one line per run, and the progress of the current one."""
 
-    def __init__(self, out: Out) -> None:
-        self._out = out
-        self._line = LiveLine(out)
-
-    def __enter__(self) -> _Console:
-        self._line.__enter__()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._line.__exit__(*exc)
-
-    def show(self, progress: Progress) -> None:
+    def progress(self, progress: Progress) -> None:
         """Show the current run; called many times a second."""
         from seatrial.scale.sizes import in_words
 
         name = f"{in_words(progress.nodes)}, run {progress.repeat}"
         spent = f", {progress.spent:.3g} GPU hours before"
-        self._line.show(name, f"{name}: step {progress.step}/{progress.steps}", spent)
+        self.show(name, f"{name}: step {progress.step}/{progress.steps}", spent)
 
     def finished(self, trial: Trial) -> None:
         """Print the figures of a run."""

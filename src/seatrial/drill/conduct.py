@@ -81,9 +81,8 @@ class Drill:
     finished: Callable[[Result], None] | None = None
     root: Path = field(init=False)
     results: list[Result] = field(default_factory=list)
-    references: dict[bool, Reference] = field(
-        default_factory=dict
-    )  # by whether it has replicas for comparison
+    # By whether it has replicas for comparison.
+    references: dict[bool, Reference] = field(default_factory=dict)
     plans: dict[str, Plan] = field(default_factory=dict)  # by scenario
 
     def __post_init__(self) -> None:

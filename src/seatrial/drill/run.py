@@ -8,17 +8,16 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from seatrial.base import process
 from seatrial.base.errors import EXIT_DONE, SeatrialError
 from seatrial.control.agent.spec import WORKER_MODULE
-from seatrial.job import Job, load_job
-from seatrial.launch import LocalLauncher, Outcome
+from seatrial.job import load_job
+from seatrial.launch import LocalLauncher
 from seatrial.launch.netns import Hosts
 from seatrial.launch.session import prepare_session
-from seatrial.record.folder import RunFolder
 
 MODULE = "seatrial.drill.run"
 
@@ -32,26 +31,6 @@ class Borrowed(Hosts):
 
     def name(self, host: int) -> str:
         return f"{self._borrowed}-{host}"
-
-
-class _Launcher(LocalLauncher):
-    """The local launcher with another worker module."""
-
-    def __init__(self, worker_module: str, hosts: Hosts | None, returns: Mapping[int, float]) -> None:
-        super().__init__(hosts, returns=returns)
-        self._worker_module = worker_module
-
-    def launch(
-        self,
-        job: Job,
-        folder: RunFolder,
-        generation: int,
-        *,
-        tick: Callable[[], None] | None = None,
-        worker_module: str = WORKER_MODULE,
-    ) -> Outcome:
-        del worker_module
-        return super().launch(job, folder, generation, tick=tick, worker_module=self._worker_module)
 
 
 def command(
@@ -94,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with session.opened:
             if session.complete:
                 return EXIT_DONE
-            launcher = _Launcher(arguments.worker_module, hosts, returns)
+            launcher = LocalLauncher(hosts, returns=returns, worker_module=arguments.worker_module)
             return session.run(launcher=launcher).exit_code
     except SeatrialError as error:
         print(error.render(), file=sys.stderr)

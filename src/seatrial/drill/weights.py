@@ -22,9 +22,8 @@ class Difference:
     tensors: int
     differing: list[str] = field(default_factory=list)  # not bit-equal
     missing: list[str] = field(default_factory=list)  # in only one of them, or of different shape or dtype
-    largest: float = (
-        0.0  # of |a - b| / |b| in any tensor, with the 2-norm; infinity if it has integers, or is not finite
-    )
+    # Of |a - b| / |b| in any tensor, with the 2-norm; infinity if it has integers, or is not finite.
+    largest: float = 0.0
     where: str = ""
 
     @property

@@ -43,9 +43,9 @@ def find_gpu(name: str) -> Gpu | None:
 
     Only whole names match: "NVIDIA H100 NVL" and "NVIDIA H100 80GB HBM3 MIG 1g.10gb" do not match.
     """
-    wanted = _normal(name)
+    wanted = normal_name(name)
     for gpu in gpus():
-        if wanted in {_normal(n) for n in (gpu.name, *gpu.device_names)}:
+        if wanted in {normal_name(n) for n in (gpu.name, *gpu.device_names)}:
             return gpu
     return None
 
@@ -58,5 +58,5 @@ def peak_flops(gpu: Gpu, precision: Precision) -> float | None:
     return gpu.bf16_tflops * 1e12 if precision == "bf16" else None
 
 
-def _normal(name: str) -> str:
+def normal_name(name: str) -> str:
     return " ".join(name.split()).casefold().removeprefix("nvidia ")

@@ -84,7 +84,9 @@ LIMITS = (
         None,
     ),
 )
-_COUNTERS = {limit.counter: limit for limit in LIMITS}
+LIMIT_OF = {limit.counter: limit for limit in LIMITS}
+# Signals that name a queue or a loss on the way, not a damaged link.
+CONGESTION_SIGNALS = ("congestion", "retransmissions")
 _TRAFFIC = ("port_xmit_wait", "port_xmit_data", "port_rcv_data", "port_xmit_packets", "port_rcv_packets")
 _WIDTHS = {limit.counter: limit.bits for limit in LIMITS if limit.bits} | {"port_xmit_wait": 32}
 _FOLDERS = ("counters", "hw_counters")
@@ -153,7 +155,7 @@ def read_ports(root: Path) -> Ports:
         state, rate = text_of(folder / "state"), text_of(folder / "rate")
         speed = re.match(r"[0-9.]+", rate or "")
         counters = {}
-        for counter in (*_COUNTERS, *_TRAFFIC):
+        for counter in (*LIMIT_OF, *_TRAFFIC):
             value = next((v for f in _FOLDERS if (v := text_of(folder / f / counter)) is not None), None)
             if value is not None and value.isdecimal():
                 counters[counter] = int(value)
@@ -239,7 +241,7 @@ def changes(before: Ports, after: Ports, seconds: float) -> dict[str, dict[str, 
         deltas = _deltas(before[name], port)
         wait = deltas.get("port_xmit_wait")
         sent = deltas.get("port_xmit_data", 0) * _DATA_BYTES / 1e9
-        counts = {c: d for c, d in deltas.items() if c in _COUNTERS or c == "port_xmit_wait"}
+        counts = {c: d for c, d in deltas.items() if c in LIMIT_OF or c == "port_xmit_wait"}
         found[name] = _evidence(port, deltas, wait_share(wait, port.gbit_s, seconds), seconds) | {
             "per_gbyte": {c: d / sent for c, d in counts.items()} if sent else None
         }
@@ -282,8 +284,8 @@ def _evidence(port: Port, deltas: dict[str, int], wait: float | None, seconds: f
         "sent_gbit_s": gbit_s("port_xmit_data"),
         "received_gbit_s": gbit_s("port_rcv_data"),
         "xmit_wait_share": None if wait is None else round(wait, 4),
-        "deltas": {c: d for c, d in deltas.items() if d and c in _COUNTERS},
-        "unsupported": [c for c in (*_COUNTERS, "port_xmit_wait") if c not in port.counters],
+        "deltas": {c: d for c, d in deltas.items() if d and c in LIMIT_OF},
+        "unsupported": [c for c in (*LIMIT_OF, "port_xmit_wait") if c not in port.counters],
         "saturated": [c for c, value in port.counters.items() if saturated(c, value)],
     }
 

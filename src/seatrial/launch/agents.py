@@ -93,12 +93,12 @@ def start_agent(
     ours.greeting = True
     log = log or spec.log
     try:
-        with open(process.open_log(log), "ab") as said:
+        with open(process.open_log(log), "ab") as log_file:
             popen = subprocess.Popen(
                 command,
                 stdin=theirs.fileno(),
                 stdout=theirs.fileno(),
-                stderr=said,
+                stderr=log_file,
                 env=clean_environment(os.environ) | dict(environment or {}) | {process.MARK: mark},
                 # Ctrl-C in the terminal is for us only: we stop the agents cleanly. A group and not a session: if we
                 # die, it is orphaned, the kernel continues an agent that was stopped in it, and that one can clean up.

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 from seatrial.base.complain import complain
 from seatrial.base.errors import EXIT_INTERRUPTED, InputError
-from seatrial.base.event_loop import Watching
+from seatrial.base.event_loop import EventLoop
 from seatrial.base.signals import SignalQueue
-from seatrial.control.agent.attendance import HEARTBEAT_S, SILENT_S
+from seatrial.control.agent.launcher_link import HEARTBEAT_S, SILENT_S
 from seatrial.control.agent.spec import AgentSpec
 from seatrial.control.net import lease
 from seatrial.launch.agents import AgentHandle, end_agents
@@ -113,7 +113,7 @@ class AttendedRun:
     ) -> None:
         """`start(node)` starts a node's agent. `returns`: seconds until one that has ended is restarted, or None.
 
-        `heartbeats`: agents are on other hosts and are sent heartbeats, see control/agent/attendance.py.
+        `heartbeats`: agents are on other hosts and are sent heartbeats, see control/agent/launcher_link.py.
         """
         self.folder = folder
         self.generation = generation
@@ -133,7 +133,7 @@ class AttendedRun:
         self._outcome: msg.RunOver | None = None
         self._exit_events: dict[str, events.Event] = {}  # by the mark of each report
         self._forwarder: AgentHandle | None = None  # the agent that was sent them
-        self._sources = Watching()
+        self._sources = EventLoop()
 
     def start(self, node: int) -> None:
         """Start the agent of `node`. Raises OSError."""
@@ -198,7 +198,7 @@ class AttendedRun:
                 agent.heard = time.monotonic()
             case msg.RunOver():
                 self._on_outcome(message)
-            case msg.Bye():
+            case msg.AgentFinished():
                 agent.bye = True
             case msg.AgentStarted():
                 pass  # the coordinator records it
@@ -247,9 +247,8 @@ class AttendedRun:
         unsent = {text: self._exit_events[text]}
         if self._forwarder is None or self._forwarder.gone:
             self._forwarder = next((a for a in self.agents if not a.gone), None)
-            unsent = (
-                self._exit_events
-            )  # the previous forwarder may have exited before it forwarded the earlier ones
+            # The previous forwarder may have exited before it forwarded the earlier ones.
+            unsent = self._exit_events
         if self._forwarder is not None:
             for mark, event in unsent.items():
                 self._forwarder.channel.post(msg.encode(msg.LauncherRecord(**vars(event), told=mark)))

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from seatrial.base.errors import EXIT_DONE
-from seatrial.control.agent.spec import WORKER_MODULE
 from seatrial.record.failure import Failure
 
 if TYPE_CHECKING:
@@ -75,7 +74,6 @@ class Attended(Launcher, Protocol):
         generation: int,
         *,
         tick: Callable[[], None] | None = None,
-        worker_module: str = WORKER_MODULE,
     ) -> Outcome:
         """Run the job to its end. `tick` is called at least ten times a second meanwhile."""
 

@@ -37,13 +37,21 @@ class LocalLauncher:
 
     name = "local"
 
-    def __init__(self, hosts: Hosts | None = None, *, returns: Mapping[int, float] | None = None) -> None:
+    def __init__(
+        self,
+        hosts: Hosts | None = None,
+        *,
+        returns: Mapping[int, float] | None = None,
+        worker_module: str = WORKER_MODULE,
+    ) -> None:
         """`hosts` gives each agent its own network, as on separate machines; without it `cluster.namespaces` does.
 
         `returns`: node -> seconds until its agent, once ended, is started again, as if the node came back.
+        `worker_module`: what ranks run.
         """
         self.hosts = hosts
         self.returns = dict(returns or {})
+        self.worker_module = worker_module
         self._made: Hosts | None = None  # for `cluster.namespaces`
 
     def check(self, job: Job) -> None:
@@ -69,9 +77,7 @@ class LocalLauncher:
             with job.about("cluster.port"):
                 check_port(job.cluster.port)
 
-    def specs(
-        self, job: Job, folder: RunFolder, generation: int, *, worker_module: str = WORKER_MODULE
-    ) -> list[AgentSpec]:
+    def specs(self, job: Job, folder: RunFolder, generation: int) -> list[AgentSpec]:
         """The spec of each agent; spares come last."""
         device, _reason = choose_device(job.cluster)
         cluster, hosts = job.cluster, self._hosts_of(job)
@@ -84,7 +90,7 @@ class LocalLauncher:
                 address=_LOOPBACK if hosts is None else hosts.address(node),
                 device=device,
                 interface="lo" if hosts is None else hosts.interface,
-                worker_module=worker_module,
+                worker_module=self.worker_module,
             )
             for node in range(cluster.nodes + cluster.spares)
         ]
@@ -136,7 +142,6 @@ class LocalLauncher:
         generation: int,
         *,
         tick: Callable[[], None] | None = None,
-        worker_module: str = WORKER_MODULE,
     ) -> Outcome:
         """Run the job to its end on this machine. No process it started is left when it returns or raises.
 
@@ -147,7 +152,7 @@ class LocalLauncher:
         if job.cluster.port is not None:
             check_port(job.cluster.port)
         hosts = self._hosts_of(job)
-        specs = self.specs(job, folder, generation, worker_module=worker_module)
+        specs = self.specs(job, folder, generation)
         launch_id = f"{os.getpid()}-{secrets.token_hex(4)}"
         numbers = itertools.count()  # each start of an agent has its own mark
 

@@ -44,7 +44,7 @@ from seatrial.plan.cost.memory import memory
 from seatrial.plan.cost.memory_fit import judge
 from seatrial.plan.cost.predict import capacity, stack_for
 from seatrial.plan.model.cluster import Cluster
-from seatrial.plan.model.place import known_gpu, known_network
+from seatrial.plan.model.hardware import known_gpu, known_network
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.search.settle import settle
 from seatrial.record.folder import RunFolder

@@ -54,8 +54,6 @@ _RECORDS_BYTES = 256 << 20
 # How many renames silence_s must cover. Measured: 5 (0.6 s each, 3 s in all) worked, 3 (1 s each) did not, 6 did.
 _SLOWEST_RENAMES = 6
 
-Progress = Callable[[int, int, str], None]
-
 
 @dataclass
 class Session:
@@ -176,7 +174,6 @@ def prepare_session(
     root: Path,
     *,
     fresh: bool = False,
-    progress: Progress | None = None,
     launcher: Launcher | None = None,
 ) -> Session:
     """Check everything that can be refused before a rank starts, then open the run folder.
@@ -189,7 +186,7 @@ def prepare_session(
     if job.train.compile and job.cluster.launcher == "local":
         private_folder()  # compile cache of the ranks; fail here rather than in each rank
     notes: list[str] = []
-    stores = resolve_stores(job.data, data_cache(root), Path.cwd(), progress, notes.append)
+    stores = resolve_stores(job.data, data_cache(root), Path.cwd(), None, notes.append)
     check_stores(
         stores,
         blend_of(job.data),
@@ -198,7 +195,7 @@ def prepare_session(
         global_batch=job.train.global_batch,
         tokenizer_spec=job.data.tokenizer,
     )
-    validation = resolve_validation(job.data, data_cache(root), Path.cwd(), progress, notes.append)
+    validation = resolve_validation(job.data, data_cache(root), Path.cwd(), None, notes.append)
     if validation is not None:
         check_validation(
             validation,

@@ -84,11 +84,11 @@ class SlurmLauncher:
         done = run_command(words)
         if done.returncode == 0:
             return []
-        said = _message_of(done)
+        message = _message_of(done)
         return [
             job.located(
                 RuleViolation(
-                    ("slurm", "cluster.launcher"), f"Slurm refuses the job: {said}", shlex.join(words)
+                    ("slurm", "cluster.launcher"), f"Slurm refuses the job: {message}", shlex.join(words)
                 )
             )
         ]

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from seatrial.base import process
 from seatrial.base.errors import EXIT_FAILED, EXIT_INTERRUPTED
 from seatrial.control.agent.errors import tail_of
-from seatrial.control.agent.spec import WORKER_MODULE
 from seatrial.launch.base import Outcome
 from seatrial.launch.slurm import agents_command, slurm_section
 from seatrial.record.failure import Failure
@@ -67,14 +66,12 @@ class SlurmStepLauncher:
         generation: int,
         *,
         tick: Callable[[], None] | None = None,
-        worker_module: str = WORKER_MODULE,
     ) -> Outcome:
         """Run the job to its end; SIGINT ends it. Call it from the main thread."""
-        assert worker_module == WORKER_MODULE, "an agent that srun starts takes no other"
         (text,) = self.render(job, folder, generation).values()
-        parent, said = os.getpid(), folder.logs / "srun.log"
+        parent, log_path = os.getpid(), folder.logs / "srun.log"
         folder.logs.mkdir(parents=True, exist_ok=True)
-        with open(process.open_log(said), "ab") as log:
+        with open(process.open_log(log_path), "ab") as log:
             srun = subprocess.Popen(
                 ["bash", "-c", text],
                 stdin=subprocess.DEVNULL,
@@ -102,9 +99,9 @@ class SlurmStepLauncher:
             message=f"no agent recorded how the run ended; srun {how}",
             cause=f"srun {how}",
             time=time.time(),
-            log=str(said),
-            tail=tail_of(said),
-            hint=f"the whole log is {said}; the agents' logs are next to it",
+            log=str(log_path),
+            tail=tail_of(log_path),
+            hint=f"the whole log is {log_path}; the agents' logs are next to it",
         )
         return Outcome(EXIT_FAILED, failure)
 

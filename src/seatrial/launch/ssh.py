@@ -1,7 +1,7 @@
 """Agents on other hosts, started by the system's OpenSSH client.
 
 The client's stdin and stdout are the channel to the agent. If the client ends, so does the agent, on EOF on stdin or by
-heartbeat timeout (control/agent/attendance.py). The run continues without that node, and the connection is retried.
+heartbeat timeout (control/agent/launcher_link.py). The run continues without that node, and the connection is retried.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from seatrial.base.errors import InputError
 from seatrial.check.live.agent_pool import AgentPool
 from seatrial.check.live.hosts import Host, ssh_hosts
 from seatrial.control.agent.local_settings import ssh_route
-from seatrial.control.agent.spec import AUTO, WORKER_MODULE, AgentSpec, spec_of
+from seatrial.control.agent.spec import AUTO, AgentSpec, spec_of
 from seatrial.hardware.devices import choose_device
 from seatrial.job.finding import RuleViolation
 from seatrial.job.schema import ClusterSection
@@ -65,9 +65,7 @@ class SshLauncher:
         """Raise InputError with the problems of each host: login, Python, versions, device."""
         _refuse(job, _problems(job, None))
 
-    def specs(
-        self, job: Job, folder: RunFolder, generation: int, *, worker_module: str = WORKER_MODULE
-    ) -> list[AgentSpec]:
+    def specs(self, job: Job, folder: RunFolder, generation: int) -> list[AgentSpec]:
         """The spec of each agent; spares come last."""
         cluster = job.cluster
         return [
@@ -78,7 +76,6 @@ class SshLauncher:
                 node,
                 address=AUTO,
                 device=cluster.device,
-                worker_module=worker_module,
             )
             for node in range(cluster.nodes + cluster.spares)
         ]
@@ -100,14 +97,13 @@ class SshLauncher:
         generation: int,
         *,
         tick: Callable[[], None] | None = None,
-        worker_module: str = WORKER_MODULE,
     ) -> Outcome:
         """Run the job to its end. Signals as with `LocalLauncher.launch`.
 
         Raises InputError like `check`, and for hosts that do not see the run folder.
         """
         _refuse(job, _problems(job, (folder, generation)))
-        specs, hosts = self.specs(job, folder, generation, worker_module=worker_module), ssh_hosts(job)
+        specs, hosts = self.specs(job, folder, generation), ssh_hosts(job)
         launch_id, numbers = f"{os.getpid()}-{secrets.token_hex(4)}", itertools.count()
 
         def start(node: int) -> AgentHandle:
@@ -205,11 +201,11 @@ def _probe(
         for (n, _), reply in agent_pool.ask(asked, limit_s=_PROBE_S).items():
             name, value = hosts[n].name, reply.value
             if value is None or value["rc"] != 0:
-                said = reply.problem if value is None else value["err"].strip()[-300:]
+                reason = reply.problem if value is None else value["err"].strip()[-300:]
                 problems.append(
                     (
                         name,
-                        f"could not be examined: {said}",
+                        f"could not be examined: {reason}",
                         f"run `seatrial check --nodes {name}`",
                     )
                 )

@@ -12,6 +12,7 @@ from seatrial.record.jsonl import Problem, each_numbered
 from seatrial.record.ledger import each_ledger_line
 from seatrial.record.proof import Evidence, Proof, prove
 from seatrial.record.running import running
+from seatrial.record.states import ENDS
 from seatrial.record.view import JobFacts, read_job_facts
 
 _STARTED = ("run_started", "generation_started")
@@ -78,8 +79,7 @@ def _skipped(events: Iterable[Event]) -> Iterable[tuple[int, int]]:
 
 def _finished(events: list[Event], job: JobFacts) -> int | None:
     """The job's last step, if the last start has finished it; job.toml is the one given to that start."""
-    ends = ("run_finished", "run_failed", "run_interrupted")
-    last = next((e for e in reversed(events) if e.kind in ("run_started", *ends)), None)
+    last = next((e for e in reversed(events) if e.kind in ("run_started", *ENDS)), None)
     return job.steps if last is not None and last.kind == "run_finished" else None
 
 

@@ -7,8 +7,6 @@ different, as when weights are compared, the line contains that too. Absent in o
 from __future__ import annotations
 
 import math
-import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -19,8 +17,6 @@ from seatrial.record.jsonl import LineWriter, Problem
 from seatrial.record.typed import decode
 
 Counted = Mapping[str, tuple[int, int]]  # stage -> (calls, bytes)
-
-_NAME = re.compile(r"rank([0-9]{1,9})\.collectives\.jsonl")
 
 
 @dataclass(frozen=True)
@@ -127,16 +123,11 @@ def read_collectives(
     """Rank -> its record, steps increasing, and what cannot be used. A repeated step counts as last recorded."""
     found: dict[int, list[StepCollectives]] = {}
     problems: list[Problem] = []
-    try:
-        names = sorted(os.listdir(folder.ranks / f"{generation:06d}"))
-    except OSError:
-        return found, problems
-    for name in names:
-        if (match := _NAME.fullmatch(name)) is None:
-            continue
-        values, wrong = jsonl.read_numbered(folder.collectives(generation, int(match[1])))
+    for rank in folder.ranks_with(generation, ".collectives.jsonl"):
+        path = folder.collectives(generation, rank)
+        values, wrong = jsonl.read_numbered(path)
         problems += wrong
-        kept = found[int(match[1])] = []
+        kept = found[rank] = []
         for number, value in values:
             try:
                 line = decode(StepCollectives, value)
@@ -144,7 +135,7 @@ def read_collectives(
                 if not all(0 < i.calls < math.inf and 0 <= i.bytes < math.inf for i in every):
                     raise ValueError("calls or bytes that cannot be")
             except (ValueError, TypeError) as error:
-                problems.append(Problem(name, number, f"not used: {error}"))
+                problems.append(Problem(path.name, number, f"not used: {error}"))
                 continue
             while kept and kept[-1].step >= line.step:
                 kept.pop()

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import ipaddress
 import json
-import os
-import re
 from dataclasses import asdict
 
 from seatrial.base.atomic import write_text
@@ -17,8 +15,6 @@ from seatrial.hardware.tcp import Connection
 from seatrial.record.folder import RunFolder
 from seatrial.record.jsonl import Problem
 from seatrial.record.typed import decode
-
-_NAME = re.compile(r"rank([0-9]{1,9})\.tcp\.json")
 
 
 def write_connections(folder: RunFolder, generation: int, rank: int, found: list[Connection]) -> None:
@@ -36,17 +32,10 @@ def read_connections(folder: RunFolder, generation: int) -> tuple[dict[int, list
     """Rank -> its connections, and the files that cannot be used."""
     found: dict[int, list[Connection]] = {}
     problems: list[Problem] = []
-    try:
-        names = sorted(os.listdir(folder.ranks / f"{generation:06d}"))
-    except OSError:
-        return found, problems
-    for name in names:
-        match = _NAME.fullmatch(name)
-        if match is None:
-            continue
-        path = folder.connections(generation, int(match[1]))
+    for rank in folder.ranks_with(generation, ".tcp.json"):
+        path = folder.connections(generation, rank)
         try:
-            found[int(match[1])] = [decode(Connection, each) for each in read_json(path)]
+            found[rank] = [decode(Connection, each) for each in read_json(path)]
         except (OSError, ValueError, TypeError) as error:
             problems.append(Problem(str(path.relative_to(folder.path)), 1, f"not used: {error}"))
     return found, problems

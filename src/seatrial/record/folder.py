@@ -9,11 +9,12 @@ import re
 from pathlib import Path
 
 from seatrial.base.errors import Diagnostic, InputError
-from seatrial.base.files import not_a_file, read_text
+from seatrial.base.files import names_in, not_a_file, read_text
 
 # Any of these makes a folder a run folder. job.toml alone does not: `seatrial init` writes such files anywhere.
 _MARKS = ("control/lock", "control/identity.json", "plan.json", "events.jsonl", "metrics.jsonl")
 
+_RANK_FILE = re.compile(r"rank([0-9]{1,9})(\..+)")
 _COUNT = re.compile(r"[0-9]{1,18}")  # int() would accept digits of any script
 _COUNT_BYTES = 64
 
@@ -134,6 +135,11 @@ class RunFolder:
     def rank_error(self, generation: int, node: int, rank: int) -> Path:
         """The exception that ended one rank, as JSON; absent if there was none or it could not be written."""
         return self.rank_log(generation, node, rank).with_suffix(".error.json")
+
+    def ranks_with(self, generation: int, ending: str) -> list[int]:
+        """The ranks whose records of a generation include a file with this ending; none in runs of versions without it."""
+        found = (_RANK_FILE.fullmatch(name) for name in sorted(names_in(self.ranks / f"{generation:06d}")))
+        return [int(match[1]) for match in found if match is not None and match[2] == ending]
 
     def stages(self, generation: int, rank: int) -> Path:
         """The seconds that one rank spent in each stage of its steps; see `record.stages`."""

@@ -16,6 +16,8 @@ from seatrial.record import timeline as tl
 from seatrial.record.events import Event
 from seatrial.record.launches import known_launch
 from seatrial.record.mtbf import Mtbf, mtbf
+from seatrial.record.nodes import nodes_of
+from seatrial.record.states import ENDS
 from seatrial.record.step_log import StepLog
 from seatrial.record.timeline import Interruption, timeline
 
@@ -43,9 +45,8 @@ LABELS = {
     "unknown": "unknown",
 }
 CAUSES = tuple(LABELS)
-NOT_FAILED = (
-    "no failure"  # class of redone steps that no failure explains: a start was interrupted, or killed
-)
+# Class of redone steps that no failure explains: a start was interrupted, or killed.
+NOT_FAILED = "no failure"
 _WITH_LOSS = (tl.DETECTION, tl.RECOVERY, tl.REDONE, tl.WAITING)
 
 
@@ -192,14 +193,14 @@ class _Held:
             self.trained_node_s += elapsed_s * len(self._busy)
 
     def _add_event(self, event: Event) -> None:
-        slots, node = (event.data or {}).get("slots"), event.node
-        if event.kind == "generation_started" and isinstance(slots, dict):
-            self._busy = {n for n in slots.values() if type(n) is int}
+        started, node = nodes_of(event), event.node
+        if started is not None:
+            self._busy = set(started)
             self._present |= self._busy
         elif event.kind in ("node_joined", "agent_started") and node is not None:
             self._present.add(node)
         elif event.kind in ("node_lost", "node_evicted", "node_left") and node is not None:
             self._present.discard(node)
             self._busy.discard(node)
-        elif event.kind in ("run_finished", "run_failed", "run_interrupted"):
+        elif event.kind in ENDS:
             self._present, self._busy = set(), set()

@@ -141,10 +141,11 @@ class LedgerSummary:
     def add_columns(self, found: Columns) -> None:
         """Add many records at once, as `add` would one by one."""
         steps, first, end, done = found["step"], found["first_sample"], found["end_sample"], self._generations
+        # Left out by older versions.
         generations, skipped = (
             found["generation"],
             found["skipped"].astype(bool),
-        )  # left out by older versions
+        )
         batch = self.batch or int(end[0] - first[0])
         plain = (steps > 0) & (first == (steps - 1) * batch) & (end - first == batch) & ~skipped & (batch > 0)
         breaks = (steps[1:] != steps[:-1] + 1) | (generations[1:] != generations[:-1])

@@ -19,9 +19,8 @@ from typing import Any, BinaryIO
 from seatrial.base.files import open_file, parse_json
 
 _LONGEST_LINE = 16 << 20  # bytes; far longer than any record
-_BULK_BYTES = (
-    240 << 10
-)  # from here on it pays to import what parses lines in bulk; less than the shortest piece
+# From here on it pays to import what parses lines in bulk; less than the shortest piece.
+_BULK_BYTES = 240 << 10
 PIECE_BYTES = 4 << 20  # read at once
 
 

@@ -80,7 +80,7 @@ def ledger_gaps(records: Sequence[LedgerRecord], global_batch: int) -> list[str]
                 gaps.append(f"step {record.step} was done twice in generation {record.generation}")
             continue
         if record.step > expected_step:
-            gaps.append(_missing(expected_step, record.step - 1))
+            gaps.append(missing_steps(expected_step, record.step - 1))
             sample = (record.step - 1) * global_batch
         if record.first_sample != sample:
             what = "skipped" if record.first_sample > sample else "seen twice"
@@ -97,7 +97,7 @@ def ledger_gaps(records: Sequence[LedgerRecord], global_batch: int) -> list[str]
     return gaps
 
 
-def _missing(first: int, last: int) -> str:
+def missing_steps(first: int, last: int) -> str:
     return f"step {first} is missing" if first == last else f"steps {first} to {last} are missing"
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from seatrial.base.files import names_in
 from seatrial.record.folder import RunFolder
 
 _RANK = re.compile(r"rank(\d{1,9})\.log")
@@ -37,7 +38,7 @@ class Log:
 
 def generations(folder: RunFolder) -> list[int]:
     """The generations that have a folder of logs, ascending."""
-    return sorted(int(name) for name in _names(folder.logs) if name.isdecimal())
+    return sorted(int(name) for name in names_in(folder.logs) if name.isdecimal())
 
 
 def logs_of(folder: RunFolder, generation: int) -> list[Log]:
@@ -54,7 +55,7 @@ def logs_of(folder: RunFolder, generation: int) -> list[Log]:
         }
     scheduled = [
         Log(int(match[1]), None, 0, folder.logs / name)
-        for name in _names(folder.logs)
+        for name in names_in(folder.logs)
         if (match := _SCHEDULED.fullmatch(name))
     ]
     last = 1 << 62
@@ -66,19 +67,12 @@ def logs_of(folder: RunFolder, generation: int) -> list[Log]:
 
 def _in_generation(folder: RunFolder, generation: int) -> Iterator[Log]:
     place = folder.rank_log(generation, 0, 0).parent.parent
-    for name in _names(place):
+    for name in names_in(place):
         if node := _NODE.fullmatch(name):
-            for file in _names(place / name):
+            for file in names_in(place / name):
                 rank = _RANK.fullmatch(file)
                 if rank or file.endswith(".log"):
                     yield Log(int(node[1]), int(rank[1]) if rank else None, generation, place / name / file)
-
-
-def _names(path: Path) -> list[str]:
-    try:
-        return os.listdir(path)
-    except OSError:
-        return []
 
 
 def last_lines_at(file: BinaryIO, count: int) -> int:

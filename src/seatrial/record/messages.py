@@ -125,7 +125,7 @@ class Stop(Message):
 
 @dataclass(frozen=True)
 class Yield(Message):
-    """Save and leave a generation at the end of a step; answered by `Left`."""
+    """Save and leave a generation at the end of a step; answered by `GenerationLeft`."""
 
     op = "yield"
     generation: int
@@ -142,7 +142,7 @@ class Distrust(Message):
 
 
 @dataclass(frozen=True)
-class Forget(Message):
+class RolledBack(Message):
     """The ranks of this generation rolled back to `step` without a new generation."""
 
     op = "forget"
@@ -217,7 +217,7 @@ class Outcome(Message):
 
 
 @dataclass(frozen=True)
-class Go(Message):
+class ReleaseAgent(Message):
     """Releases a leaving node: its agent may exit."""
 
     op = "go"
@@ -245,7 +245,7 @@ ToAgent = (
     | Stop
     | Yield
     | Distrust
-    | Forget
+    | RolledBack
     | Inspect
     | ResetGpu
     | Requalify
@@ -253,7 +253,7 @@ ToAgent = (
     | Flush
     | Settled
     | Outcome
-    | Go
+    | ReleaseAgent
     | Replaced
     | BeatReturned
 )
@@ -282,7 +282,7 @@ class Ready(Message):
 
 
 @dataclass(frozen=True)
-class Held(Message):
+class HeldSnapshots(Message):
     """The snapshots in this node's memory."""
 
     op = "held"
@@ -299,7 +299,7 @@ class NodeLeaving(Marked):
 
 
 @dataclass(frozen=True)
-class Asked(Message):
+class EndRequested(Message):
     """The launcher wants the run to end."""
 
     op = "asked"
@@ -418,7 +418,7 @@ class Stopped(Marked):
 
 
 @dataclass(frozen=True)
-class Left(Marked):
+class GenerationLeft(Marked):
     """All ranks of this node have left a generation cleanly."""
 
     op = "left"
@@ -496,13 +496,15 @@ Journalled = (
     | ForkServerExited
     | HardwareSignal
     | Stopped
-    | Left
+    | GenerationLeft
     | Requalified
     | ExternalEvent
     | Record
     | Settle
 )
-FromAgent = Beat | Ready | Held | NodeLeaving | Asked | RankStarted | Part | Inspected | Journalled
+FromAgent = (
+    Beat | Ready | HeldSnapshots | NodeLeaving | EndRequested | RankStarted | Part | Inspected | Journalled
+)
 
 
 # -- agent -> rank
@@ -512,7 +514,7 @@ FromAgent = Beat | Ready | Held | NodeLeaving | Asked | RankStarted | Part | Ins
 class RankSpec(Message):
     """Run this rank in a generation: what `GenerationSpec` of train/generation.py is made from."""
 
-    op = "generation_spec"
+    op = "rank_spec"
     generation: int
     rank: int
     local_rank: int
@@ -628,7 +630,7 @@ class Finished(Message):
 
 
 @dataclass(frozen=True)
-class Finding(Message):
+class StepFinding(Message):
     """A rank's problem with a step."""
 
     op = "finding"
@@ -687,7 +689,7 @@ FromRank = (
     | RankValidating
     | Parked
     | Finished
-    | Finding
+    | StepFinding
     | RankRecord
     | RankSettle
     | SnapshotFilled
@@ -816,7 +818,7 @@ class LauncherRecord(Event, Marked):
 
 @dataclass(frozen=True)
 class LauncherAlive(Message):
-    """A launcher's heartbeat over a network, see control/agent/attendance.py; answered by `AgentAlive`."""
+    """A launcher's heartbeat over a network, see control/agent/launcher_link.py; answered by `AgentAlive`."""
 
     op = "alive"
 
@@ -854,13 +856,13 @@ class RunOver(Message):
 
 
 @dataclass(frozen=True)
-class Bye(Message):
+class AgentFinished(Message):
     """The last message: nothing of this node is left."""
 
     op = "bye"
 
 
-ToLauncher = AgentStarted | AgentAlive | RunOver | Bye
+ToLauncher = AgentStarted | AgentAlive | RunOver | AgentFinished
 
 
 # -- the first message to an agent's port, with the purpose of the connection (the "hello" of control/net/wire.py)
@@ -882,7 +884,7 @@ class AgentJoins(Message):
     told: str  # the name of its journal
     ready: bool
     running: int | None  # the generation of its ranks; None: none is alive
-    left: Left | None
+    left: GenerationLeft | None
     offer_port: int
     held: list[HeldValues]
 

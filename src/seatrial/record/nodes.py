@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from seatrial.record.events import Event
+
+
+def nodes_of(event: Event) -> list[int] | None:
+    """The node of each slot, if the event starts a generation."""
+    slots = (event.data or {}).get("slots")
+    if event.kind == "generation_started" and isinstance(slots, dict):
+        return [n for n in slots.values() if type(n) is int]
+    return None
+
+
+def current_nodes(events: Sequence[Event], ranks: int) -> list[int]:
+    """The node of each slot in the current generation; empty if unknown, or if it does not match the number of ranks."""
+    found = next((nodes for event in reversed(events) if (nodes := nodes_of(event)) is not None), [])
+    return found if found and ranks % len(found) == 0 else []
 
 
 class Nodes:
@@ -16,9 +30,8 @@ class Nodes:
         self.gone: dict[int, str] = {}  # node -> "lost", "evicted", "left"
         for event in events:
             node = event.node
-            slots = (event.data or {}).get("slots")
-            if event.kind == "generation_started" and isinstance(slots, dict):
-                self.training = sorted(n for n in slots.values() if type(n) is int)
+            if (started := nodes_of(event)) is not None:
+                self.training = sorted(started)
             elif event.kind == "node_joined" and node is not None:
                 self.present.add(node)
                 self.gone.pop(node, None)

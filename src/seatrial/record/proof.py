@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from seatrial.record.ledger import LedgerRecord
+from seatrial.record.ledger import LedgerRecord, missing_steps
 
 ProofStatus = Literal["proven", "violated", "unjudged", "empty"]
 
@@ -183,14 +183,14 @@ class _Judge:
             before = [s.last for s in self._stretches.values() if s.generation < record.generation]
             from_step = min(max(before, default=0) + 1, record.step - 1)
             message = (
-                f"{_missing(from_step, record.step - 1)}: generation {record.generation} begins with "
+                f"{missing_steps(from_step, record.step - 1)}: generation {record.generation} begins with "
                 f"step {record.step}, and none before it had reached step {record.step - 1}"
             )
             self._object(message, record, number)
         elif start is not None and record.step > start + 1:
             # An earlier step is no contradiction: it may have rolled back before it finished a step.
             message = (
-                f"{_missing(start + 1, record.step - 1)} in generation {record.generation}: it resumed "
+                f"{missing_steps(start + 1, record.step - 1)} in generation {record.generation}: it resumed "
                 f"after step {start} according to {EVENTS}, and begins with step {record.step}"
             )
             self._object(message, record, number)
@@ -201,7 +201,7 @@ class _Judge:
         if step == stretch.last + 1:
             stretch.last = step
         elif step > stretch.last:
-            message = f"{_missing(stretch.last + 1, step - 1)} in generation {stretch.generation}"
+            message = f"{missing_steps(stretch.last + 1, step - 1)} in generation {stretch.generation}"
             stretch.missing.append(range(stretch.last + 1, step))
             stretch.last = step
             self._object(message, record, number)
@@ -325,7 +325,3 @@ class _Judge:
 
     def _object(self, message: str, record: LedgerRecord, line: int) -> None:
         self._violations.append(Violation(message, record.step, record.generation, line))
-
-
-def _missing(first: int, last: int) -> str:
-    return f"step {first} is missing" if first == last else f"steps {first} to {last} are missing"

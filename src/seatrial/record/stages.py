@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import struct
 import time
 from collections.abc import Mapping, Sequence
@@ -57,7 +56,6 @@ OWN = SAVE + 1  # number of stages that are the rank's own work; they come first
 _VERSION = 1
 _LONGEST_HEADER = 1 << 16  # bytes
 _AT_ONCE, _AT_LEAST_EVERY_S = 64, 5.0
-_NAME = re.compile(r"rank([0-9]{1,9})\.stages")
 PART = 1024  # records
 _LEAST_S = 3.0 / 1024  # seconds between two steps that are kept, for each rank of the generation
 _BLOCK = struct.Struct("<III")  # records, bytes, first step
@@ -168,15 +166,7 @@ def read_generation(
     """
     found: dict[int, RankStages] = {}
     problems: list[Problem] = []
-    try:
-        names = sorted(os.listdir(folder.ranks / f"{generation:06d}"))
-    except OSError:  # not there in runs of older versions
-        return found, problems
-    for name in names:
-        match = _NAME.fullmatch(name)
-        if match is None:
-            continue
-        rank = int(match[1])
+    for rank in folder.ranks_with(generation, ".stages"):
         path = folder.stages(generation, rank)
         try:
             stages = read_stages(path, folder.packed_stages(generation, rank), most=most, until=until)

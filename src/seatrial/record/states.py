@@ -11,13 +11,13 @@ from seatrial.record.running import Running
 
 State = Literal["not started", "queued", "running", "finished", "failed", "preempted", "stopped"]
 
-_ENDS = ("run_finished", "run_failed", "run_interrupted")
+ENDS = ("run_finished", "run_failed", "run_interrupted")
 _FAILED_PARTS = ("rank_failed", "nursery_failed", "agent_failed")
-_NUMBERS = ("nonfinite", "loss_spike")
+NUMERIC_FAULTS = ("nonfinite", "loss_spike")
 WAIT_REPORTED_S = 5.0  # a wait for nodes becomes an event, `waiting_for_nodes`, after this time
 # All event kinds that decide a state.
 KINDS = (
-    *(*_ENDS, *_FAILED_PARTS, *_NUMBERS),
+    *(*ENDS, *_FAILED_PARTS, *NUMERIC_FAULTS),
     *("run_started", "coordinator_elected", "recovering", "recovered", "preempted"),
 )
 
@@ -36,7 +36,7 @@ class Facts:
     @property
     def end(self) -> Event | None:
         """The event that ended it."""
-        return _last(self.events, _ENDS)
+        return _last(self.events, ENDS)
 
     @property
     def alive(self) -> bool:
@@ -146,7 +146,7 @@ def diverged(events: Sequence[Event]) -> Event | None:
     """
     for event in reversed(events):
         evidence = (event.data or {}).get("evidence")
-        if event.kind in _NUMBERS and isinstance(evidence, dict) and evidence.get("action") == "stop":
+        if event.kind in NUMERIC_FAULTS and isinstance(evidence, dict) and evidence.get("action") == "stop":
             return event
     return None
 

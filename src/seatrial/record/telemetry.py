@@ -87,11 +87,10 @@ def read_series(
     node: int,
     names: Iterable[str],
     since: float | None = None,
-    until: float | None = None,
     points: int = 1000,
     problems: list[Problem] | None = None,
 ) -> dict[str, Points]:
-    """Series -> at most `points` points from unix time `since` until `until`; None: from the first, until the last.
+    """Series -> at most `points` points from unix time `since` on; None: from the first.
 
     A chunk that cannot be used is left out and added to `problems`.
     """
@@ -99,8 +98,6 @@ def read_series(
     paths = chunks(folder, node)
     ends = [start_of(path) for path in paths[1:]] + [np.inf]
     for path, end in zip(paths, ends, strict=False):
-        if until is not None and start_of(path) > until:
-            break
         if since is not None and end <= since:
             continue
         try:
@@ -114,7 +111,7 @@ def read_series(
             column = _column(header, table, name)
             if column is not None:
                 found.append(column)
-    return {name: _joined(name, found, since, until, points) for name, found in parts.items()}
+    return {name: _joined(name, found, since, points) for name, found in parts.items()}
 
 
 def read_chunk(path: Path, *, most: int | None = None) -> tuple[Header, NDArray[Any]]:
@@ -212,7 +209,7 @@ def _column(header: Header, table: NDArray[Any], name: str) -> Points | None:
     return Points(table["time"][known], *(column[known] for column in columns))
 
 
-def _joined(name: str, parts: list[Points], since: float | None, until: float | None, most: int) -> Points:
+def _joined(name: str, parts: list[Points], since: float | None, most: int) -> Points:
     """`parts`, one after the other, as at most `most` points."""
     empty = np.zeros(0)
     columns = [
@@ -227,11 +224,10 @@ def _joined(name: str, parts: list[Points], since: float | None, until: float | 
         with np.errstate(invalid="ignore", divide="ignore"):
             columns[1:] = [grown / seconds] * 3
     good &= times >= (-np.inf if since is None else since)
-    good &= times <= (np.inf if until is None else until)
     times, mean, low, high = (column[good] for column in columns)
     if len(times) <= most:
         return Points(times, mean, low, high)
-    first, last = times[0] if since is None else since, times[-1] if until is None else until
+    first, last = times[0] if since is None else since, times[-1]
     place = np.minimum((times - first) * (most / (last - first)), most - 1).astype(np.int64)
     starts = np.flatnonzero(np.diff(place, prepend=-1))
     counts = np.diff(starts, append=len(times))

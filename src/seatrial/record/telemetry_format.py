@@ -11,14 +11,13 @@ Telemetry serves diagnosis and alerts only. It may be lost or deleted; events, l
 from __future__ import annotations
 
 import json
-import os
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import zstandard
 
-from seatrial.base.files import parse_json
+from seatrial.base.files import names_in, parse_json
 from seatrial.record.folder import RunFolder
 from seatrial.record.typed import decode
 
@@ -81,13 +80,13 @@ def packed(header: Header, data: bytes) -> bytes:
 
 def recorded_nodes(folder: RunFolder) -> list[int]:
     """The nodes that have telemetry; none in a run of an older version."""
-    return sorted(int(match[1]) for name in _names(folder.telemetry) if (match := _NODE.fullmatch(name)))
+    return sorted(int(match[1]) for name in names_in(folder.telemetry) if (match := _NODE.fullmatch(name)))
 
 
 def chunks(folder: RunFolder, node: int) -> list[Path]:
     """The files of one node by their start, each chunk once: a packed one replaces what it was made from."""
     found: dict[int, str] = {}
-    for name in sorted(_names(folder.telemetry_of(node))):
+    for name in sorted(names_in(folder.telemetry_of(node))):
         if match := _CHUNK.fullmatch(name):
             found[int(match[1])] = name  # X.samples sorts before X.samples.zst
     return [folder.telemetry_of(node) / found[start] for start in sorted(found)]
@@ -96,10 +95,3 @@ def chunks(folder: RunFolder, node: int) -> list[Path]:
 def start_of(path: Path) -> float:
     """Start of a chunk, unix seconds."""
     return int(path.name.partition(".")[0]) / 1000
-
-
-def _names(path: Path) -> list[str]:
-    try:
-        return os.listdir(path)
-    except OSError:
-        return []

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seatrial.record.events import Event
-from seatrial.record.states import WAIT_REPORTED_S
+from seatrial.record.states import ENDS, NUMERIC_FAULTS, WAIT_REPORTED_S
 from seatrial.record.step_log import StepLog
 
 PRODUCTIVE, STRAGGLER, SHRUNK, QUEUE, START, WARM_UP = range(6)
@@ -24,18 +24,14 @@ DETECTION, RECOVERY, REDONE, RESHAPE, WAITING, CHECKPOINT, VALIDATION, ENDING, S
 # Cause -> which time of an interruption it is: none of them, detection, recovery, redone steps.
 _OF_FAILURE = (0, 0, 0, 0, 0, 0, 1, 2, 3, 0, 2, 0, 0, 0, 0, 0)
 
-_JITTER_S, _JITTER = (
-    30e-3,
-    0.01,
-)  # a record is made this late, or this share of a step, after its step at times
+# A record is made this late, or this share of a step, after its step at times.
+_JITTER_S, _JITTER = 30e-3, 0.01
 _UNFINISHED_SAVE_S = 600.0  # a longer pause is not taken for a save that left no event
 _OVERDUE = 3.0  # medians of a step, after which a running step is not taken for work
-_ENDS = ("run_finished", "run_failed", "run_interrupted")
 _FAILED = ("recovering", "gave_up", "run_failed")
-_AFTER_STEPS = (*_FAILED, *_ENDS)  # of a generation
+_AFTER_STEPS = (*_FAILED, *ENDS)  # of a generation
 _BEFORE_STEPS = ("run_started", "coordinator_elected", "generation_started")
 _OPENING = ("job_changed", "layout_chosen", "memory_planned")  # before `run_started`
-_NUMBERS = ("nonfinite", "loss_spike")
 _SAVES = ("checkpoint_saved", "checkpoint_failed", "checkpoint_late", "checkpoint_overdue")
 
 
@@ -157,7 +153,7 @@ class _Sweep:
         self._saves = np.array(sorted(_step(e) for e in events if e.kind in _SAVES), np.int64)
         self._saved_at = [e.time for e in events if e.kind in ("checkpoint_saved", "checkpoint_failed")]
         self._bad = sorted(
-            (e for e in events if e.kind in ("step_skipped", *_NUMBERS) and _rolls_back(e)),
+            (e for e in events if e.kind in ("step_skipped", *NUMERIC_FAULTS) and _rolls_back(e)),
             key=lambda e: e.time,
         )
         self._bad_owner: dict[int, int] = {}  # index in `_bad` -> interruption
@@ -245,7 +241,7 @@ class _Sweep:
                 self._validate(event.time)
                 self._fail(event)
                 self.phase = RECOVERY if event.kind == "recovering" else ENDING
-            case kind if kind in _ENDS:
+            case kind if kind in ENDS:
                 self._validate(event.time)
                 self._end(event)
 

@@ -11,16 +11,16 @@ several slow groups along different dimensions, these have one node in common; o
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import reduce
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from seatrial.base import units
 from seatrial.check.ranges import listed
-from seatrial.hardware.counters import PortFault
+from seatrial.hardware.counters import CONGESTION_SIGNALS, PortFault
 from seatrial.job.schedules import Times, schedule_named
 from seatrial.scale.observed import NORMAL, OWN_WORK, Groups, Observed, lower_median
 
@@ -42,9 +42,8 @@ Kind = Literal[
 # Minimum share of a step for a cause: of some ranks or groups only, and of all of them. Some growth
 # is always everywhere. A gate of 80 % leaves room for several causes.
 LEAST, LEAST_EVERYWHERE = 0.03, 0.05
-_SPREADS = (
-    5.0  # standard deviations from the peers; the largest of 1,024 normal values exceeds 5 once in 1,700 runs
-)
+# Standard deviations from the peers; the largest of 1,024 normal values exceeds 5 once in 1,700 runs.
+_SPREADS = 5.0
 _ERRORS = 3.0  # standard errors of the step times that a loss must exceed
 # Bytes per ring step: at 400 Gb/s these take 5 us, no longer than the latency of a hop.
 _SMALL_BYTES = 256 * 1024
@@ -54,7 +53,6 @@ _SLOWER = (
 )
 _BETWEEN_NODES = ("context", "shard", "replicate", "pipeline", "step_sum")
 _OF_A_LINK = ("link_down", "link_errors", "slow_link", "retransmissions")
-_OF_CONGESTION = ("congestion", "retransmissions")
 
 
 @dataclass(frozen=True)
@@ -254,7 +252,7 @@ class _Signals:
         old = {(n, f.signal, f.where) for n, every in (base.faults or {}).items() for f in every}
         every = [(n, f) for n, found in sorted((here.faults or {}).items()) for f in found]
         new = [(n, f) for n, f in every if (n, f.signal, f.where) not in old]
-        self.crowded = [(n, f) for n, f in new if f.signal in _OF_CONGESTION]
+        self.crowded = [(n, f) for n, f in new if f.signal in CONGESTION_SIGNALS]
         nodes = {n for n, _ in self.crowded}
         ports = {(n, f.where) for n, f in self.crowded}
         total = here.layout.world_size // here.gpus_per_node
@@ -495,8 +493,3 @@ def lines(causes: Sequence[Cause]) -> Iterator[tuple[str, str]]:
             yield "try", text
         for gain in cause.gains if n == 0 else ():
             yield "plan", gain.words
-
-
-def as_dict(cause: Cause) -> dict[str, Any]:
-    """As JSON."""
-    return asdict(cause)

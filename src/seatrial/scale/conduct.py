@@ -82,9 +82,8 @@ class Measurement:
     site: Site = field(init=False)
     resumed: int = 0  # runs of an earlier start
     stopped: str = ""  # why it ended early
-    failed: dict[int, str] = field(
-        default_factory=dict
-    )  # nodes -> problem of this start's run, or of all groups
+    # nodes -> problem of this start's run, or of all groups.
+    failed: dict[int, str] = field(default_factory=dict)
     failed_groups: dict[tuple[str, ...], str] = field(default_factory=dict)  # -> problem of this start's run
 
     def prepare(self, *, fresh: bool = False) -> None:

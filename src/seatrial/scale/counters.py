@@ -16,14 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seatrial.check.outputs.topology import Topology
-from seatrial.hardware.counters import LIMITS, PortFault, Ports, changes, findings
+from seatrial.hardware.counters import CONGESTION_SIGNALS, LIMITS, PortFault, Ports, changes, findings
 from seatrial.hardware.tcp import Connection
 from seatrial.record.folder import RunFolder
 from seatrial.record.node_counters import GpuCounters, GpuUse, PortCounters, read_counters
 from seatrial.record.stages import RankStages
 
 _GROWN = 2.0  # factor per byte over the first size
-_CROWDED = ("congestion", "retransmissions")
 _SIGNALS = {limit.counter: limit.signal for limit in LIMITS} | {"port_xmit_wait": "congestion"}
 # TCP: minimum number of segments, and minimum share of all, assuming 1,448 bytes per segment. Our choice.
 _LEAST_SEGMENTS, _SEGMENT_BYTES, _TCP_SHARE = 10, 1448, 0.001
@@ -135,7 +134,7 @@ def new_faults(
         kept = found[each.node] = []
         for fault in each.faults:
             times = None
-            if fault.signal not in _CROWDED:
+            if fault.signal not in CONGESTION_SIGNALS:
                 new = (each.node, fault.signal, fault.where) not in old
             elif fault.where is None:
                 assert each.tcp is not None
@@ -183,7 +182,9 @@ def leaf_switches(
         (host, fault.where.partition("/")[0])
         for node, every in faults.items()
         for fault in every
-        if fault.signal in _CROWDED and fault.where is not None and (host := hosts[node]) is not None
+        if fault.signal in CONGESTION_SIGNALS
+        and fault.where is not None
+        and (host := hosts[node]) is not None
     }
     leaves = Counter(topology.leaf(*port) or "unknown" for port in sorted(ports))
     return ", ".join(f"{leaf} ({count})" for leaf, count in leaves.most_common())

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from seatrial.job import Job
 from seatrial.job.layout import Layout
-from seatrial.plan.model.place import hardware_of
+from seatrial.plan.model.hardware import hardware_of
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.report.advice import Predictor
 from seatrial.plan.search.legal import refusal

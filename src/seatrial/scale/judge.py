@@ -13,7 +13,7 @@ from seatrial.plan.search.scaling import Mode
 from seatrial.scale.sizes import in_words
 from seatrial.scale.statistics import Estimate
 
-Verdict = Literal["PASS", "FAIL", "UNJUDGED"]
+TargetResult = Literal["PASS", "FAIL", "UNJUDGED"]
 
 # Tolerated relative difference of a step's loss on the same samples in another layout, from summation order.
 # fp32: as the drill allows (drill.expectation.OTHER_WORLD); lower precisions round to 3 digits and differ accordingly.
@@ -37,7 +37,7 @@ class Judgement:
     """The verdict of one gate or check, with the reason."""
 
     name: str
-    verdict: Verdict
+    verdict: TargetResult
     text: str
 
 

@@ -75,9 +75,8 @@ class Observed:
     gpus_per_node: int
     tokens: float  # per step, all ranks
     microbatches: int | None = None  # per pipeline and step
-    message_bytes: Mapping[str, float] = field(
-        default_factory=dict
-    )  # dimension -> mean size of one collective
+    # dimension -> mean size of one collective.
+    message_bytes: Mapping[str, float] = field(default_factory=dict)
     calls: Mapping[str, float] = field(default_factory=dict)  # dimension -> collectives per rank and step
     faults: Mapping[int, Sequence[PortFault]] | None = None  # node -> counter faults; None: not read
     clocks_mhz: NDArray[np.float64] | None = None  # clock of each rank's device

@@ -15,7 +15,6 @@ from seatrial.plan.report.step_waterfall import Row, StepWaterfall
 from seatrial.record.collectives import Issued
 from seatrial.record.jsonl import plain
 from seatrial.record.stages import STAGES
-from seatrial.scale.cause import as_dict as cause_dict
 from seatrial.scale.cause import lines as cause_lines
 from seatrial.scale.conduct import Measurement
 from seatrial.scale.results import Measured, Results
@@ -114,7 +113,7 @@ def _size(results: Results, size: Measured) -> dict[str, Any]:
         "counters": [node.as_dict() for node in size.steps.counters] if size.steps is not None else [],
         "groups": [asdict(group) for group in results.measurement.groups(size.size.nodes)],
         "waterfall": None if size.waterfall is None else size.waterfall.as_dict(),
-        "causes": [cause_dict(cause) for cause in size.causes],
+        "causes": [asdict(cause) for cause in size.causes],
     }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from seatrial.plan.cost.calibration import shipped
-from seatrial.plan.model.place import hardware_of
+from seatrial.plan.model.hardware import hardware_of
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.report.advice import Predictor
 from seatrial.plan.report.measured import measured_rates
@@ -69,9 +69,8 @@ class Results:
     gates: tuple[Judgement, ...]
     losses: tuple[Judgement, ...]
     fits: tuple[Fit, ...]
-    meets: (
-        tuple[int, ...] | None
-    )  # sizes (in nodes) up to which every doubling passes; None without that gate
+    # Sizes (in nodes) up to which every doubling passes; None without that gate.
+    meets: tuple[int, ...] | None
     price: float | None  # per GPU hour, in any currency
     passed: frozenset[int]  # sizes (in nodes) whose doubling passes its gate
 

@@ -10,7 +10,7 @@ from seatrial.base.errors import Diagnostic, InputError
 from seatrial.job import Job
 from seatrial.job.changed import Change, changed_job
 from seatrial.job.finding import RuleViolation
-from seatrial.plan.model.place import hardware_of
+from seatrial.plan.model.hardware import hardware_of
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.search.legal import refusal
 from seatrial.plan.search.scaling import Mode, resized

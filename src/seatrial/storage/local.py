@@ -231,9 +231,8 @@ class LocalStore:
                 if entry.is_dir():
                     self._walk(Path(entry.path), found)
                 elif entry.is_file():
-                    status = entry.stat()
                     name = os.path.relpath(entry.path, self.root)
-                    found.append(Entry(name, status.st_size, status.st_mtime))
+                    found.append(Entry(name, entry.stat().st_size))
             except FileNotFoundError:
                 continue  # removed during the listing
 

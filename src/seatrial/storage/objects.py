@@ -15,7 +15,6 @@ class Entry:
 
     name: str
     bytes: int
-    mtime: float  # seconds since 1970, by the clock of the service or of the file server
 
 
 @dataclass(frozen=True)

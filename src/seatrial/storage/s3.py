@@ -91,7 +91,7 @@ class S3Store:
                     # Consoles create such keys to show empty folders; they are not objects of ours.
                     if not item["Key"].endswith("/"):
                         name = item["Key"][len(self.prefix) + 1 :] if self.prefix else item["Key"]
-                        found.append(Entry(name, int(item["Size"]), item["LastModified"].timestamp()))
+                        found.append(Entry(name, int(item["Size"])))
         return sorted(found, key=lambda entry: entry.name)
 
     def children(self, prefix: str = "") -> list[str]:

@@ -81,18 +81,17 @@ class Store(Protocol):
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.\-]{1,61}[a-z0-9]")
 
 
-def open_store(url: str, *, create: bool = False) -> Store:
+def open_store(url: str) -> Store:
     """The store at `url`: a path, file:///PATH, or s3://BUCKET/PREFIX. Does not contact the service yet.
 
     A folder must exist when it is read or written, so that a missing mount is not mistaken for an empty
-    folder and written into. `create` creates it. Raises InputError if `url` is not a valid address, or boto3 is
-    missing; StorageError if the folder cannot be created.
+    folder and written into. Raises InputError if `url` is not a valid address, or boto3 is missing.
     """
     if not is_remote(url):
         path = url.removeprefix(FILE)
         if not path:
             raise InputError("the address of a store is empty", hint="give a path, or s3://BUCKET/PREFIX")
-        return LocalStore(path, create=create)
+        return LocalStore(path)
     if not url.startswith(S3):
         raise InputError(
             f"{url}: not an address of a store",

@@ -49,7 +49,7 @@ from seatrial.train.rank import (
     make_validation,
     timeout_of,
 )
-from seatrial.train.recorder import SummedStep
+from seatrial.train.recorder import LOOK_BACK, SummedStep
 from seatrial.train.records import Records, through_agent
 from seatrial.train.recovery.carried import Carried, broadcast_state, carry, restore_carried
 from seatrial.train.recovery.recover import (
@@ -69,8 +69,6 @@ from seatrial.train.sample import write_sample
 from seatrial.train.supervision.peers import teardown, wait_for_store
 from seatrial.train.supervision.supervisor_client import SupervisorClient
 from seatrial.train.validation import ValidationSet
-
-_LOOK_BACK = 64  # ledger lines among which the last step is found: a rollback writes some steps twice
 
 
 @dataclass(frozen=True)
@@ -397,7 +395,7 @@ class TrainWorker:
         if records.rank != 0:
             return
         if generation_spec.again:
-            done = max((r.step for r in recent_ledger(self.folder, _LOOK_BACK)), default=0)
+            done = max((r.step for r in recent_ledger(self.folder, LOOK_BACK)), default=0)
             records.event(
                 "recovered",
                 f"resuming after step {source.step} ({_WORDS[source.kind]}), "

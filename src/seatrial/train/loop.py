@@ -259,9 +259,8 @@ class Loop:
             now = time.perf_counter()
             seconds, self._clock = now - self._clock, now
             if self._integrity is not None:
-                self._integrity.judge(
-                    done.step, values.changed
-                )  # before a checkpoint of this state can be committed
+                # Before a checkpoint of this state can be committed.
+                self._integrity.judge(done.step, values.changed)
             self._saver.process_reports(values.parts, values.saving)
             self._saver.record_step(seconds)
             if values.leaving is not None:

@@ -23,7 +23,7 @@ from seatrial.train.records import Records
 from seatrial.train.schedule import learning_rate
 from seatrial.train.step import StepValues, vector_length
 
-_LOOK_BACK = 64  # ledger lines among which a recent step must be found
+LOOK_BACK = 64  # ledger lines among which the last steps are found: a rollback writes some twice
 
 
 @dataclass(frozen=True)
@@ -115,10 +115,10 @@ class Recorder:
         """Record a step of an earlier generation if rank 0 died before recording it."""
         if self._ledger is None:
             return
-        ledger = recent_ledger(self._folder, _LOOK_BACK)
+        ledger = recent_ledger(self._folder, LOOK_BACK)
         if not any(r.step == known.step and r.generation == known.generation for r in ledger):
             self._write_ledger(known)
-        metrics = recent_metrics(self._folder, _LOOK_BACK)
+        metrics = recent_metrics(self._folder, LOOK_BACK)
         if not any(r.step == known.step and r.generation == known.generation for r in metrics):
             self._write_metrics(known)
 

@@ -198,8 +198,8 @@ class TrainConsole:
             known = (("node", event.node), ("rank", event.rank))
             places = [f"{what} {number}" for what, number in known if number is not None]
             # Do not repeat a node or rank that the message names.
-            told = not places or all(place in event.message for place in places)
-            where = "" if told else f" on {' '.join(places)}"
+            named = not places or all(place in event.message for place in places)
+            where = "" if named else f" on {' '.join(places)}"
             self.out.line(f"{event.severity}{where}: {message_of(event)}", style)
         elif event.kind.startswith("checkpoint_") or event.kind == "resumed":
             self.out.line(f"  {event.message}", "green" if event.kind == "checkpoint_saved" else "dim")

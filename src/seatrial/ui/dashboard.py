@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from seatrial.base import units
+from seatrial.record.nodes import current_nodes
 from seatrial.record.states import State
 from seatrial.record.view import RunView
 from seatrial.ui import figures
@@ -45,7 +46,6 @@ _WAITING = ("#d55e00", "#a05a2c", "#7b6888", "#999999", "#bbbbbb", "#dddddd", "#
 # Deviation of a rank's own work from its peers, in shares of a step: from much less work to much more.
 _STEPS_OF_MAP = ((-0.05, "#2166ac"), (-0.02, "#67a9cf"), (0.02, "#d9d9d9"), (0.05, "#f4a582"))
 _MUCH_MORE = "#b2182b"
-_LATE = 5.0  # step times without a new step, after which the age of the last one is highlighted
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _progress(shown: ViewState) -> list[RenderableType]:
         Text(_left(shown)),
     )
     age = max(0.0, shown.now - last.time)
-    late = view.state == "running" and age > max(10.0, _LATE * last.step_time_s)
+    late = view.state == "running" and age > figures.late_after_s(last.step_time_s)
     line = Text.assemble(
         ("last step ", "dim"),
         (f"{figures.eta(age)} ago", "bold red" if late else "bold"),
@@ -161,7 +161,7 @@ def _ranks(shown: ViewState, width: int, room: int) -> list[Text]:
     worst = sorted(range(account.ranks), key=lambda rank: -abs(deviation[rank]))[: max(3, room // 4)]
     lines = _map(shown, width, room - len(worst) - 3)
     lines += [Text(""), Text("rank  node  own work per step   against its peers", "bold")]
-    nodes = _nodes(shown)
+    nodes = current_nodes(shown.view.events, account.ranks)
     for rank in worst:
         node = nodes[rank * len(nodes) // account.ranks] if nodes else "?"
         own = units.duration(float(account.split.own_s[rank]))
@@ -252,7 +252,7 @@ def _map(shown: ViewState, width: int, room: int) -> list[Text]:
 
     account = shown.account
     assert account is not None
-    nodes: list[int] | list[str] = _nodes(shown) or ["?"]
+    nodes: list[int] | list[str] = current_nodes(shown.view.events, account.ranks) or ["?"]
     deviation = excess_over_peers(account.split.own_s, shown.pipeline) / account.split.step_s
     each = account.ranks // len(nodes)
     label = max(len(str(node)) for node in nodes)
@@ -284,17 +284,6 @@ def _map(shown: ViewState, width: int, room: int) -> list[Text]:
     if left_out:
         legend.append(f"{left_out:,} nodes that deviate less are not shown")
     return [*lines, legend]
-
-
-def _nodes(shown: ViewState) -> list[int]:
-    """The node of each slot in the current generation; empty if unknown, or if it does not match the number of ranks."""
-    assert shown.account is not None
-    for event in reversed(shown.view.events):
-        slots = (event.data or {}).get("slots")
-        if event.kind == "generation_started" and isinstance(slots, dict):
-            nodes = [n for n in slots.values() if type(n) is int]
-            return nodes if nodes and shown.account.ranks % len(nodes) == 0 else []
-    return []
 
 
 def _pair(pair: Pair) -> Text:

@@ -51,6 +51,11 @@ def eta(seconds: float | None) -> str:
     return units.duration(seconds) if seconds >= 59.5 else f"{seconds:.0f} s"
 
 
+def late_after_s(step_time_s: float) -> float:
+    """Age of the last step, in seconds, from which it is highlighted."""
+    return max(10.0, 5 * step_time_s)
+
+
 def step_of(step: int, total: int | None) -> str:
     """Step of total: 50/200, equally wide for every step of the run."""
     return str(step) if total is None else f"{step:>{len(str(total))}}/{total}"
@@ -98,9 +103,9 @@ def steps(numbers: Sequence[int], most: int = 20) -> str:
     return f"step{'' if len(numbers) == 1 else 's'} {text}{f' and {more:,} more' if more else ''}"
 
 
-def spark(values: Sequence[float], width: int = 40) -> str:
-    """`values` as a sparkline, each bar the mean of an equal share of them; NaN and infinity show as "!"."""
-    return area(values, width, 1)[0] if len(values) > 1 else ""
+def spark(values: Sequence[float]) -> str:
+    """`values` as a sparkline of 40 characters, each bar the mean of an equal share of them; NaN and infinity show as "!"."""
+    return area(values, 40, 1)[0] if len(values) > 1 else ""
 
 
 def area(values: Sequence[float], width: int, height: int) -> list[str]:

@@ -73,8 +73,8 @@ def _lora(job: Job) -> list[tuple[str, str]]:
 
 
 def _weights(folder: Path) -> str:
-    told = origin(folder)
-    return str(folder) if told is None else f"{folder}: {told}"
+    from_where = origin(folder)
+    return str(folder) if from_where is None else f"{folder}: {from_where}"
 
 
 def _validation(job: Job) -> list[tuple[str, str]]:

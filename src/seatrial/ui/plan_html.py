@@ -18,8 +18,8 @@ from seatrial.plan.search.scaling import Point, Scaling
 from seatrial.plan.search.search import Choice
 from seatrial.ui import figures
 from seatrial.ui.account_svg import account_svg
+from seatrial.ui.plan_estimate import spanned
 from seatrial.ui.plan_fit import as_sold
-from seatrial.ui.plan_own import spanned
 from seatrial.ui.plan_words import (
     INTERVAL,
     TIGHT,

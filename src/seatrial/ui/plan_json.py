@@ -10,7 +10,7 @@ from seatrial.plan.cost.finish import Finish
 from seatrial.plan.cost.memory import Memory
 from seatrial.plan.cost.predict import Prediction, Share
 from seatrial.plan.cost.step import Traffic
-from seatrial.plan.model.place import Hardware
+from seatrial.plan.model.hardware import Hardware
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.report.advice import Advice, Suggestion, Target
 from seatrial.plan.report.answer import Answer, JobEstimate, RunForecast

@@ -22,7 +22,7 @@ from seatrial.plan.report.measured_runs import ENOUGH_STEPS, ONE_RUN
 from seatrial.plan.report.waterfall import waterfall_of
 from seatrial.plan.search.search import TIE_MARGIN, Choice
 from seatrial.ui import figures
-from seatrial.ui.plan_own import MUCH, own, scaling
+from seatrial.ui.plan_estimate import MUCH, own, scaling
 from seatrial.ui.plan_words import (
     HEAD,
     TIGHT,

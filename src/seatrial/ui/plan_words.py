@@ -11,7 +11,7 @@ from seatrial.base import units
 from seatrial.job.schedules import schedule_named
 from seatrial.plan.cost.memory import FRAGMENTATION, Memory
 from seatrial.plan.cost.predict import Prediction
-from seatrial.plan.model.place import Hardware
+from seatrial.plan.model.hardware import Hardware
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.report.advice import Suggestion, excess, short
 from seatrial.plan.report.beyond_memory import BeyondMemory

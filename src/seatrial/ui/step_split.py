@@ -75,7 +75,7 @@ def _prediction(view: RunView, ranks: int | None) -> tuple[Prediction | None, st
         return None, "ranks are CPU processes, for which speed is not predicted"
     from seatrial.job.loading import load_job
     from seatrial.plan.cost.calibration import shipped
-    from seatrial.plan.model.place import hardware_of
+    from seatrial.plan.model.hardware import hardware_of
     from seatrial.plan.model.recipe import Recipe
     from seatrial.plan.report.advice import Predictor
     from seatrial.plan.report.measured import measured_rates
@@ -100,14 +100,14 @@ def waterfall_pairs(waterfall: StepWaterfall | None, why: str) -> list[Pair]:
     """The measured waterfall in percent of a step, each part with its ratio to the prediction."""
     if waterfall is None:
         return [Pair("waterfall", f"unknown: {why}")] if why else []
-    told = []
+    parts = []
     for row in waterfall.shown:
         if row.seconds is not None and row.seconds >= _LEAST * waterfall.step_s:
             ratio = "" if row.ratio is None else f" ({row.ratio:.2f} x plan)"
-            told.append(f"{row.name} {100 * row.seconds / waterfall.step_s:.0f} %{ratio}")
+            parts.append(f"{row.name} {100 * row.seconds / waterfall.step_s:.0f} %{ratio}")
     planned = waterfall.total.ratio
-    told.append(f"no prediction: {why}" if planned is None else f"step {planned:.2f} x plan")
-    return [Pair("waterfall", "\n".join((", ".join(told), *waterfall.notes())))]
+    parts.append(f"no prediction: {why}" if planned is None else f"step {planned:.2f} x plan")
+    return [Pair("waterfall", "\n".join((", ".join(parts), *waterfall.notes())))]
 
 
 def split_pairs(account: Account | None) -> list[Pair]:
@@ -117,11 +117,11 @@ def split_pairs(account: Account | None) -> list[Pair]:
     split = account.split
     shares = {name: seconds / split.step_s for name, seconds in account.seconds.items()}
     largest = sorted(shares, key=lambda name: -shares[name])
-    told = ", ".join(
+    parts = ", ".join(
         f"{_stage_name(name)} {100 * shares[name]:.0f} %" for name in largest if shares[name] >= _LEAST
     )
     lines = [
-        f"{units.duration(split.step_s)} (mean of steps {account.first_step}-{account.last_step}): {told}"
+        f"{units.duration(split.step_s)} (mean of steps {account.first_step}-{account.last_step}): {parts}"
     ]
     if split.pace_ahead_s > _AHEAD * split.step_s:
         ahead = f"{100 * split.pace_ahead_s / split.step_s:.0f} % of a step above the median of the ranks"

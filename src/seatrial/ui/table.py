@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from seatrial.ui.figures import printable
 from seatrial.ui.out import Out
 
+VERDICT_STYLES = {"PASS": "green", "FAIL": "bold red", "UNJUDGED": "yellow"}
+
 
 def print_table(
     out: Out,

@@ -12,11 +12,8 @@ from seatrial.ui.svg import WIDTH, box, framed, line, shortened, text
 from seatrial.ui.waterfall import seconds
 
 _ROW, _BAR, _NAME = 30.0, 20.0, 18.0  # heights, the last of a name above its bar in a narrow picture
-_LEFT, _RIGHT, _SIDE = (
-    316.0,
-    156.0,
-    16.0,
-)  # names; values right of the longest bar; margin of a narrow picture
+# Names; values right of the longest bar; margin of a narrow picture.
+_LEFT, _RIGHT, _SIDE = 316.0, 156.0, 16.0
 _SHARE = 66.0  # width of a share, before the time begins
 _WRAP = 120  # letters per line of small text
 _LETTER = 7.0  # width of a letter in the widest of the usual fonts

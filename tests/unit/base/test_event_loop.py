@@ -6,12 +6,12 @@ import os
 import time
 
 from seatrial.base import event_loop
-from seatrial.base.event_loop import Watching
+from seatrial.base.event_loop import EventLoop
 
 
 def test_a_source_that_another_handler_unwatched_is_not_handled() -> None:
     (first, first_in), (second, second_in) = os.pipe(), os.pipe()
-    sources, handled = Watching(), []
+    sources, handled = EventLoop(), []
 
     def handle(mine: int, other: int) -> None:
         handled.append(mine)
@@ -29,14 +29,14 @@ def test_a_source_that_another_handler_unwatched_is_not_handled() -> None:
 
 
 def test_wait_returns_without_a_ready_source() -> None:
-    sources = Watching()
+    sources = EventLoop()
     sources.wait(0.0)
     sources.close()
 
 
 def test_a_long_turn_is_continued_by_the_next_call() -> None:
     pipes = [os.pipe() for _ in range(2)]
-    sources, handled = Watching(), []
+    sources, handled = EventLoop(), []
 
     def handle(fd: int) -> None:
         handled.append(fd)

@@ -68,7 +68,7 @@ def test_a_slow_collective_of_one_node_is_named(monkeypatch: pytest.MonkeyPatch)
     assert ("NCC002", "node5") in against(result)
 
 
-def test_wrong_sums_fail_and_name_who_took_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_sums_fail_and_name_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     result = check(monkeypatch, Nodes(4, wrong={3}))
     wrong = [f for f in result.report.findings if f.code == "LIV006"]
     assert {f.verdict for f in wrong} == {"FAIL"}

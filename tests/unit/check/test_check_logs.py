@@ -29,7 +29,7 @@ def bad(found: list[Finding]) -> list[tuple[str, str]]:
 # -- kernel log
 
 
-def test_each_message_is_judged_as_nvidia_s_catalogue_says() -> None:
+def test_messages_are_judged_by_nvidias_catalogue() -> None:
     found = KERNEL.read(fixture("kernel_faults.log"), "k", Context(node="node7"))
     said = {(f.target.pci, f.measured): (f.code, f.verdict) for f in found}
     assert said == {

@@ -124,7 +124,7 @@ def write_tree(folder: Path, text: str) -> None:
         file.write_text(value + "\n")
 
 
-def test_sysfs_as_a_tree_and_as_text_say_the_same(tmp_path: Path) -> None:
+def test_sysfs_as_a_tree_and_as_text_agree(tmp_path: Path) -> None:
     text = (FIXTURES / "sysfs_grep.txt").read_text()
     write_tree(tmp_path, text)
     assert sysfs.is_tree(tmp_path)

@@ -83,10 +83,10 @@ def test_suspects_partner_is_good_on_the_suspected_rail(n: int, rails: int, rand
     pairs = with_good(suspects, good, leaves, set(), 0)
     flat = pairs.reshape(-1).tolist()
     assert len(set(flat)) == len(flat)
-    accused = suspects.any(axis=1)
+    suspected = suspects.any(axis=1)
     for a, b in pairs:
-        assert accused[a]
-        assert accused[b] or good[b, suspects[a]].all()
+        assert suspected[a]
+        assert suspected[b] or good[b, suspects[a]].all()
 
 
 def test_new_partner_under_the_same_leaf_is_preferred() -> None:

@@ -65,7 +65,7 @@ def test_a_scenario_is_checked_like_a_cluster(tmp_path: Path) -> None:
         assert str(blamed) in blamed.finding().message
 
 
-def test_json_says_the_same(tmp_path: Path) -> None:
+def test_json_and_toml_agree(tmp_path: Path) -> None:
     import tomllib
 
     text = json.dumps(tomllib.loads(GOOD))

@@ -374,7 +374,7 @@ def test_an_unknown_output_is_named_with_what_to_collect_instead(tool) -> None: 
     assert finding.action == f"collect {tool.instead} instead"
 
 
-def test_what_looks_like_nothing_is_said_as_that() -> None:
+def test_unrecognised_output_is_reported_as_such() -> None:
     [finding] = report("Lorem ipsum dolor sit amet\n").findings
     assert finding.message == "not the output of a known tool, or not in English"
     assert set(UNKNOWN) == {tool.name for tool in unsupported_tools()}

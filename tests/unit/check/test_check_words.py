@@ -114,7 +114,7 @@ def test_lead_line_when_nothing_failed_or_no_node_is_named() -> None:
     assert lead(Report((), (found,))) == ""
 
 
-def test_many_passes_that_say_the_same_are_one_line() -> None:
+def test_equal_passes_are_one_line() -> None:
     one = [Finding("GPU011", "PASS", Target("n1", gpu=g), "nothing wrong in 9 sections") for g in range(8)]
     assert (
         lines(Report((Judged("f", "n1", "t", tuple(one)),)))[0]

@@ -152,7 +152,7 @@ def test_what_a_node_without_gpus_need_not_have() -> None:
     assert alone(facts) == {("NOD020", "FAIL")}
 
 
-def test_who_may_lock_memory_needs_no_limit() -> None:
+def test_with_cap_ipc_lock_no_memlock_limit_is_needed() -> None:
     facts = gpu_node()
     facts["limits"]["limits"]["memlock"] = [65536, 65536]
     facts["limits"]["may_lock_all"] = True

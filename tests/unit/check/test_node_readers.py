@@ -181,7 +181,7 @@ def test_what_chrony_prints() -> None:
     assert parse_chrony("506 Cannot talk to daemon\n") is None
 
 
-def test_the_kernel_tells_of_this_machines_clock() -> None:
+def test_the_kernel_reports_this_machines_clock() -> None:
     """adjtimex, with the real structure of this machine: a wrong layout would give nonsense."""
     found = read_clock()["kernel"]
     assert found is not None
@@ -421,7 +421,7 @@ def judged() -> list[Finding]:
     return list(judge_pieces([piece]).findings)
 
 
-def test_what_nvml_says_is_judged_as_nvidia_smis_output(library: Library) -> None:
+def test_nvml_values_are_judged_like_nvidia_smi(library: Library) -> None:
     assert {(f.verdict, f.evidence) for f in judged()} == {("PASS", ("n: NVML",))}
     found = probe_nvml.read()
     assert found["driver"] == "570.86.15"

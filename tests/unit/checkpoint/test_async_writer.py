@@ -16,7 +16,7 @@ import pytest
 import torch
 from checkpoints import make_manifest, names, rows, state
 
-from seatrial.base import process, still
+from seatrial.base import process, stalled
 from seatrial.base.box import Box
 from seatrial.base.lines import Channel
 from seatrial.checkpoint import staging_memory, writer_process
@@ -351,7 +351,7 @@ def test_a_hung_writer_is_given_up_without_waiting(ranks: Ranks, run: RunFolder)
 def test_stopped_writer_process_is_killed_and_replaced(
     ranks: Ranks, run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(still, "STOPPED_S", 0.3)
+    monkeypatch.setattr(stalled, "STOPPED_S", 0.3)
     tensors = state(1)
     ranks.stage(tensors)
     writer = ranks.writers[0]
@@ -373,7 +373,7 @@ def test_stopped_writer_process_is_killed_and_replaced(
 def test_finish_does_not_wait_for_a_stopped_writers_removals(
     ranks: Ranks, run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(still, "STOPPED_S", 0.3)
+    monkeypatch.setattr(stalled, "STOPPED_S", 0.3)
     ranks.save(5, state(1))
     writer = ranks.writers[0]
     writer._orders[9, "removed"] = 0.0  # as if it were still removing

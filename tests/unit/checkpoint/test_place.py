@@ -162,11 +162,12 @@ def test_generation_without_the_run_folder_publishes_nothing(place: Place, tmp_p
 # -- verified or not
 
 
-def test_checkpoint_not_read_back_is_unverified_until_confirmed(place: Place) -> None:
+def test_checkpoint_not_read_back_is_unverified_until_marked(place: Place) -> None:
     save(place, 5, read_back=False)
     assert not place.manifest(5).read_back
     assert not place.is_verified(5)
-    place.confirm(5)
+    place.verify(5)
+    place.mark_verified(5)
     assert place.is_verified(5)
     place.verify(5)
     save(place, 6)
@@ -342,7 +343,7 @@ def test_the_last_good_one_stays_whatever_is_newer(place: Place) -> None:
 
 def test_nothing_is_read_where_nothing_is_to_go(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     save(place, 1, 2, read_back=False)
-    monkeypatch.setattr(type(place), "confirm", None)
+    monkeypatch.setattr(type(place), "verify", None)
     assert retire(place, 2, 0).removed == []
 
 

@@ -141,7 +141,7 @@ def test_unreachable_storage_is_not_damage(tmp_path: Path) -> None:
     assert caught.value.kind == "missing"
 
 
-def test_what_the_header_says_must_be_what_the_manifest_says(place: Place) -> None:
+def test_header_and_manifest_must_agree(place: Place) -> None:
     """The hashes are right: whoever wrote the file was wrong."""
     add(place, 5, [rows(state(), 0, 1)])
     for change in ({"dtype": "F64"}, {"shape": [7, 10]}, {"data_offsets": [0, 4]}, {"data_offsets": None}):

@@ -59,14 +59,14 @@ class Node:
 
     def start(self, generation: int, do: dict[int, list[Any]], *, in_place: bool = True) -> None:
         """Local number -> what its rank does, which it finds beside its log; rank 10 is local number 0."""
-        generation_specs = {}
+        rank_specs = {}
         for local, actions in do.items():
             log = self.spec.rank_log(generation, 10 + local)
             log.parent.mkdir(parents=True, exist_ok=True)
             log.with_suffix(".do").write_text(json.dumps(actions))
             about = {"local_rank": local, "slot": 5, "slots": 6, "world_size": 12, "log": str(log)}
-            generation_specs[local] = rank_spec(generation, 10 + local, **about)
-        self.workers.start(generation, generation_specs, in_place=in_place)
+            rank_specs[local] = rank_spec(generation, 10 + local, **about)
+        self.workers.start(generation, rank_specs, in_place=in_place)
 
     def state(self, *states: str) -> Callable[[], bool]:
         return lambda: [w.state for _, w in sorted(self.workers.workers.items())] == list(states)

@@ -27,10 +27,10 @@ def main(argv: list[str]) -> int:
         select.select([agent], [], [])
         for message in agent.receive():
             match message:
-                case {"generation_spec": generation_spec}:
-                    generation = generation_spec["generation"]
+                case {"rank_spec": rank_spec}:
+                    generation = rank_spec["generation"]
                     print(f"generation {generation}", flush=True)
-                    for action in json.loads(Path(generation_spec["log"]).with_suffix(".do").read_text()):
+                    for action in json.loads(Path(rank_spec["log"]).with_suffix(".do").read_text()):
                         if action == "deaf":
                             deaf = True
                         elif (code := act(agent, generation, action)) is not None:

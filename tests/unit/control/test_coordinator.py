@@ -217,7 +217,7 @@ class Refused:
     """A connection that the kernel refuses at once, as it may on one host."""
 
     events = selectors.EVENT_WRITE
-    why = os.strerror(errno.ECONNREFUSED)
+    why, nothing_listens = os.strerror(errno.ECONNREFUSED), True
 
     def __init__(self, *_: Any) -> None:
         self.sock = socket.socket()
@@ -341,7 +341,7 @@ def test_a_coordinator_without_the_lease_does_not_end_the_run(begin: Begin) -> N
     term = running(begin)
     term.coordinator.hold.renew_at = float("inf")
     assert Leases(term.folder.leases).claim(Lease(2, 0, "127.0.0.1", 2, 0.0), 3.0)
-    term.agents[0].tell(msg.Asked("now"))
+    term.agents[0].tell(msg.EndRequested("now"))
     assert term.coordinator.deposed
     assert term.orders(msg.Outcome) == {}
 
@@ -380,7 +380,7 @@ def test_a_node_that_had_left_in_order_has_lost_nothing(begin: Begin) -> None:
     """Its word of that went down with the coordinator."""
     running(begin)
     term = begin()
-    left = msg.Left(GENERATION, "done", 1)
+    left = msg.GenerationLeft(GENERATION, "done", 1)
     term.join(0, left=left)
     term.join(1, running=GENERATION)
     term.join(2)
@@ -593,7 +593,7 @@ def test_a_spare_that_leaves_is_let_go_and_not_lost(begin: Begin, monkeypatch: p
         term.agents[node].beat(GENERATION, 4)
     term.agents[3].tell(msg.NodeLeaving("SIGTERM", 2.0, told="a-1"))
     term.pump.until(lambda: "node_left" in kinds(term))
-    assert term.agents[3].orders(msg.Go) == [msg.Go()]
+    assert term.agents[3].orders(msg.ReleaseAgent) == [msg.ReleaseAgent()]
     term.agents[3].close()
     term.pump.settle()
     assert "node_lost" not in kinds(term)
@@ -606,7 +606,7 @@ def test_how_the_run_ended_is_in_the_run_folder(begin: Begin) -> None:
     for node in (0, 1):
         term.agents[node].tell(msg.NodeLeaving("SIGUSR1", 30.0, told=f"{node}-1"))
     for node in (0, 1):
-        term.agents[node].tell(msg.Left(GENERATION, "preempted", 1))
+        term.agents[node].tell(msg.GenerationLeft(GENERATION, "preempted", 1))
     found = read_outcome(term.folder, GENERATION)
     assert found is not None
     assert (found.exit_code, found.term, found.message, found.failure) == (75, 1, "the state is saved", None)

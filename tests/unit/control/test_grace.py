@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from seatrial.control.agent.grace import LOOK_S, Grace, crowded
+from seatrial.control.agent.grace import SAMPLE_S, Grace, crowded
 from seatrial.control.machine.types import MOST_GRACES
 
 
@@ -22,8 +22,8 @@ class Machine:
     def crowded(self) -> bool:
         return next(self._crowds)
 
-    def grace(self, seconds: float, *, patient: bool = True) -> Grace:
-        return Grace(seconds, patient=patient, clock=lambda: self.now, crowded=self.crowded)
+    def grace(self, seconds: float, *, extend: bool = True) -> Grace:
+        return Grace(seconds, extend=extend, clock=lambda: self.now, crowded=self.crowded)
 
     def wait(self, grace: Grace) -> float:
         """Ask when it says, and how long it took."""
@@ -41,7 +41,7 @@ def test_grace_period_is_not_extended_on_an_idle_machine() -> None:
 
 def test_time_in_which_all_processors_are_wanted_does_not_count() -> None:
     machine = Machine(True, False)
-    assert machine.wait(machine.grace(1.0)) == pytest.approx(2.0, abs=2 * LOOK_S)
+    assert machine.wait(machine.grace(1.0)) == pytest.approx(2.0, abs=2 * SAMPLE_S)
 
 
 def test_it_ends_on_a_machine_that_is_always_crowded() -> None:
@@ -49,12 +49,12 @@ def test_it_ends_on_a_machine_that_is_always_crowded() -> None:
     assert machine.wait(machine.grace(1.0)) == pytest.approx(MOST_GRACES)
 
 
-def test_the_impatient_look_at_the_clock_only() -> None:
+def test_without_extension_only_the_clock_counts() -> None:
     machine = Machine(True)
-    assert machine.wait(machine.grace(1.0, patient=False)) == pytest.approx(1.0)
+    assert machine.wait(machine.grace(1.0, extend=False)) == pytest.approx(1.0)
 
 
-def test_who_could_not_look_in_time_had_no_processor_either() -> None:
+def test_a_late_reading_counts_as_two_intervals() -> None:
     machine = Machine(False)
     grace = machine.grace(1.0)
     machine.now += 2.0
@@ -63,11 +63,11 @@ def test_who_could_not_look_in_time_had_no_processor_either() -> None:
     assert grace.over()
 
 
-@pytest.mark.parametrize("patient", [True, False])
-def test_a_shorter_one_takes_its_place(patient: bool) -> None:
+@pytest.mark.parametrize("extend", [True, False])
+def test_a_shorter_one_takes_its_place(extend: bool) -> None:
     machine = Machine(False)
     grace = machine.grace(10.0)
-    grace.shorten(0.5, patient=patient)
+    grace.shorten(0.5, extend=extend)
     assert machine.wait(grace) == pytest.approx(0.5)
     grace = machine.grace(0.5)
     grace.shorten(10.0)

@@ -151,7 +151,7 @@ class TestAnAgentThatTakesAnothersPlace:
         assert only(run.wait(), m.Start).slots == {0: 0, 1: 1}
         assert run.now == came + 4.0
 
-    def test_its_own_death_says_nothing_of_the_one_before(self) -> None:
+    def test_its_death_does_not_prove_its_predecessors_death(self) -> None:
         run = self.replaced()
         run.stopped(0)
         run.tell(m.Lost, 1, True, "its agent exited")

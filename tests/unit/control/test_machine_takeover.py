@@ -63,7 +63,7 @@ class TestAnotherCoordinator:
         run.join(2)
         assert only(run.stopped(0, 1, 2), m.Start).generation == 2
 
-    def test_who_is_out_stays_out(self) -> None:
+    def test_evicted_nodes_stay_evicted(self) -> None:
         before = started(2, 1)
         before.fail(1, "xid:79")
         before.stopped(0, 1)

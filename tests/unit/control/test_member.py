@@ -154,9 +154,9 @@ def test_it_joins_the_lease_holder_which_returns_heartbeats(
     hub.links[0].send(msg.encode(msg.Idle(1)))
     pump.until(lambda: agent.orders)
     assert agent.orders == [msg.Idle(1)]
-    assert agent.member.send(msg.Held([]))
+    assert agent.member.send(msg.HeldSnapshots([]))
     pump.until(lambda: hub.heard)
-    assert hub.heard == [msg.encode(msg.Held([]))]
+    assert hub.heard == [msg.encode(msg.HeldSnapshots([]))]
 
 
 @pytest.mark.parametrize("values", [{"idle": {}}, {"idle": 1}, {"beat": {"number": 1}}, {"what": {}}, {}])
@@ -381,7 +381,7 @@ def test_an_agent_started_again_does_not_call_its_predecessor(
     assert (lease.term, dead) == (7, None)
 
 
-def test_a_death_of_before_says_nothing_of_the_next_holder(
+def test_an_old_death_does_not_count_for_the_next_holder(
     agents: Any, pump: Pump, clock: Clock, tmp_path: Path
 ) -> None:
     claim(tmp_path / "leases", 4, node=9, port=free_port())

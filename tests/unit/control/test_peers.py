@@ -105,9 +105,9 @@ def test_messages_go_both_ways(pump: Pump, coordinator: Coordinator, agent: Agen
     agent.link.send(msg.encode(msg.Ready()))
     pump.until(lambda: coordinator.told)
     assert coordinator.told == [(1, msg.Ready())]
-    assert coordinator.peers.send(1, msg.Go())
-    assert agent.link.receive() == [msg.encode(msg.Go())]
-    assert not coordinator.peers.send(2, msg.Go()), "nobody there"
+    assert coordinator.peers.send(1, msg.ReleaseAgent())
+    assert agent.link.receive() == [msg.encode(msg.ReleaseAgent())]
+    assert not coordinator.peers.send(2, msg.ReleaseAgent()), "nobody there"
 
 
 def test_an_agent_whose_process_is_gone_is_lost_at_once(
@@ -138,10 +138,10 @@ def test_a_broken_connection_to_a_live_agent_is_not_a_loss(
     pump.settle()
     assert not coordinator.lost
     assert 1 in coordinator.peers
-    assert not coordinator.peers.send(1, msg.Go()), "but nothing can be sent to it now"
+    assert not coordinator.peers.send(1, msg.ReleaseAgent()), "but nothing can be sent to it now"
     agent.link = agent.connect()
-    assert coordinator.peers.send(1, msg.Go())
-    assert agent.link.receive() == [msg.encode(msg.Go())]
+    assert coordinator.peers.send(1, msg.ReleaseAgent())
+    assert agent.link.receive() == [msg.encode(msg.ReleaseAgent())]
     assert not coordinator.lost
 
 
@@ -264,11 +264,11 @@ def test_sending_to_one_that_has_just_died_loses_it_then(
     """The loss is told from within `send`: whoever sends must be ready for that."""
     agent.die()
     for _ in range(3):  # the first may still be taken by the kernel
-        coordinator.peers.send(1, msg.Go())
+        coordinator.peers.send(1, msg.ReleaseAgent())
         if coordinator.lost:
             break
     pump.until(lambda: coordinator.lost)
-    assert not coordinator.peers.send(1, msg.Go())
+    assert not coordinator.peers.send(1, msg.ReleaseAgent())
     assert len(coordinator.lost) == 1
 
 

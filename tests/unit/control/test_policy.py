@@ -80,7 +80,7 @@ def test_rules(signal: str, action: str, repeat: str | None) -> None:
     assert (rule.signal, rule.action, rule.repeat) == (signal, action, repeat)
 
 
-def test_congestion_says_where_to_look_on_the_switch() -> None:
+def test_congestion_has_a_hint_for_the_switch() -> None:
     hint = rule_for("congestion").hint or ""
     for word in ("PFC", "ECN", "CNP", "adaptive routing", "switch", "pause", "PortXmitWait"):
         assert word in hint
@@ -186,7 +186,7 @@ def test_exceptions(kind: str, message: str, signal: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rest", "companions", "signal"),
+    ("rest", "other_codes", "signal"),
     [
         ("79, GPU has fallen off the bus.", (), "xid:79"),
         ("48, An uncorrectable double bit error", (), "xid:48"),
@@ -204,10 +204,10 @@ def test_exceptions(kind: str, message: str, signal: str) -> None:
         ),
     ],
 )
-def test_driver_messages(rest: str, companions: tuple[int, ...], signal: str) -> None:
+def test_driver_messages(rest: str, other_codes: tuple[int, ...], signal: str) -> None:
     message = parse(f"NVRM: Xid (PCI:0000:3b:00): {rest}")
     assert message is not None
-    assert signal_of_xid(message, companions) == signal
+    assert signal_of_xid(message, other_codes) == signal
     assert signal in policy().rules
 
 

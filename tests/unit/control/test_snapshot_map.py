@@ -126,7 +126,7 @@ def flush(held: Map, children: Children) -> None:
 # -- before a start
 
 
-def test_who_has_its_own_fetches_nothing(held: Map) -> None:
+def test_a_rank_with_its_own_snapshot_fetches_nothing(held: Map) -> None:
     held.both_hold()
     assert held.map.fetches({0: [0, 1]}, LAYOUT, Peers(0, 1))[0] == []  # type: ignore[arg-type]
 

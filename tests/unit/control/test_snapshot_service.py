@@ -85,7 +85,7 @@ class Node:
     def reported(self) -> list[dict[str, Any]]:
         """What it last said that it holds."""
         last = self.told[-1]
-        assert isinstance(last, msg.Held)
+        assert isinstance(last, msg.HeldSnapshots)
         return last.snapshots
 
     def held(self) -> list[tuple[int, int, bool]]:

@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 
 from seatrial.base import process
+from seatrial.base.kernel_files import KMSG
 from seatrial.control.agent.external import Child
 from seatrial.control.hardware import probe, sources
 from seatrial.control.hardware.kernel_log import KernelLog
-from seatrial.control.hardware.sources import KMSG, Signal, Sources, gpu_addresses
+from seatrial.control.hardware.sources import Signal, Sources, gpu_addresses
 from seatrial.control.hardware.xid_gate import BURST_S, HOLD_S, NVML_HOLD_S, RECORD_BURST_S, XidGate
 from seatrial.hardware.counters import changes
 from seatrial.hardware.xid import XidMessage, parse
@@ -217,7 +218,7 @@ def test_a_memory_error_waits_for_what_comes_with_it(follows: tuple[int, ...], s
     gate.add(message(94, pci="0000:99:00"), "kernel log", 0.1)  # another GPU's
     for code in follows:
         gate.add(message(code), "kernel log", 0.1)
-    told = {t.signal: t.companions for t in gate.due(HOLD_S)}
+    told = {t.signal: t.other_codes for t in gate.due(HOLD_S)}
     assert told[signal] == follows
     assert gate.deadline is None
 

@@ -76,9 +76,7 @@ def test_a_fork_server_goes_before_its_peers_closed_connections() -> None:
         (None, "was killed by SIGKILL", "dmesg"),
     ],
 )
-def test_out_of_memory_is_said_as_surely_as_it_is_known(
-    oom_killed: bool | None, cause: str, hint: str
-) -> None:
+def test_out_of_memory_is_reported_with_its_certainty(oom_killed: bool | None, cause: str, hint: str) -> None:
     found = first_failure([ended(0, 1.0, -signal.SIGKILL, oom_killed=oom_killed)])
     assert found is not None
     assert found.cause == cause

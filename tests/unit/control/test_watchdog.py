@@ -1,4 +1,4 @@
-"""Processes that stand still under an agent: who is killed, who is reported, and what follows."""
+"""Stalled processes of an agent: which are killed, which are reported, and what follows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from node_processes import Node, node
 
-from seatrial.base import process, still
+from seatrial.base import process, stalled
 from seatrial.control.agent import watchdog
 from seatrial.control.agent.watchdog import Watchdog
 from seatrial.control.agent.worker import Worker
@@ -22,9 +22,9 @@ class Watched:
     """A node's workers with a watchdog that looks twenty times a second, and what it told."""
 
     def __init__(self, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-        for module in (still, watchdog):
-            monkeypatch.setattr(module, "LOOK_S", 0.05)
-        monkeypatch.setattr(still, "STOPPED_S", 0.5)
+        for module in (stalled, watchdog):
+            monkeypatch.setattr(module, "SAMPLE_S", 0.05)
+        monkeypatch.setattr(stalled, "STOPPED_S", 0.5)
         self.node = node
         self.helpers: dict[int, str] = {}
         self.ranks: list[tuple[int, str]] = []
@@ -70,7 +70,7 @@ def test_a_fork_server_that_does_not_answer_is_killed(
     node: Node, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watchdog, "_ANSWER_CHECKS", 5)
-    monkeypatch.setattr(still, "STOPPED_S", 1e9)  # what keeps it from answering is not known
+    monkeypatch.setattr(stalled, "STOPPED_S", 1e9)  # what keeps it from answering is not known
     node.pump.until(lambda: node.workers.fork_server_ready)
     old = node.workers.fork_server
     assert old is not None

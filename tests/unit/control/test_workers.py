@@ -175,7 +175,7 @@ def test_a_stop_of_an_older_generation_ends_no_newer_worker(node: Node) -> None:
     assert node.values("exited", 10)["signalled"] is not None
 
 
-def test_what_was_said_of_an_earlier_generation_does_not_count(node: Node) -> None:
+def test_reports_of_an_earlier_generation_do_not_count(node: Node) -> None:
     stale = {"parked": {"generation": 1, "step": 9, "message": "late"}}
     node.start(2, {0: [{"say": stale}, "beat"]})
     node.pump.until(lambda: node.workers.workers[0].step)

@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from seatrial.base.event_loop import Watching
+from seatrial.base.event_loop import EventLoop
 from seatrial.control.net.acceptor import Acceptor
 from seatrial.control.net.wire import Incoming, Link, Listener, _Keys
 from seatrial.record import messages as msg
 
 SECRET = b"s" * 32
-PATIENCE_S = 10.0  # nothing takes that long unless it is broken
+TIMEOUT_S = 10.0  # nothing takes that long unless it is broken
 
 
 class Clock:
@@ -33,7 +33,7 @@ class Pump:
     """One loop for everything in a test."""
 
     def __init__(self) -> None:
-        self.sources = Watching()
+        self.sources = EventLoop()
         self.watch, self.unwatch = self.sources.watch, self.sources.unwatch
         self.ticks: list[Callable[[], object]] = []  # called in each round
 
@@ -44,7 +44,7 @@ class Pump:
 
     def until(self, condition: Callable[[], object]) -> None:
         """Go on until `condition` holds."""
-        end = time.monotonic() + PATIENCE_S
+        end = time.monotonic() + TIMEOUT_S
         while not condition():
             assert time.monotonic() < end, "it did not come"
             self.round(0.01)

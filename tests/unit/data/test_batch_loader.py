@@ -55,9 +55,7 @@ def test_epoch_has_each_sample_once_and_continues_into_the_next(store: TokenStor
 
 @settings(max_examples=30, deadline=None)
 @given(step=st.integers(1, 10**9), ranks=st.sampled_from([1, 2, 4, 8]), seed=st.integers(0, 2**40))
-def test_the_batch_does_not_depend_on_who_reads_it(
-    store: TokenStore, step: int, ranks: int, seed: int
-) -> None:
+def test_the_batch_does_not_depend_on_its_reader(store: TokenStore, step: int, ranks: int, seed: int) -> None:
     data = loader(store, seed=seed)
     whole = data.batch(step, 0, 8)
     share = 8 // ranks

@@ -425,7 +425,7 @@ def test_bad_json_numbers_are_a_problem_and_no_crash(tmp_path: Path) -> None:
 # -- folders, and what is no file
 
 
-def test_a_folder_of_everything_says_what_was_skipped_and_why(tmp_path: Path) -> None:
+def test_skipped_files_are_reported_with_the_reason(tmp_path: Path) -> None:
     folder = tmp_path / "in"
     (folder / ".git").mkdir(parents=True)
     (folder / "sub").mkdir()

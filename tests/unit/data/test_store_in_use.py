@@ -175,7 +175,7 @@ def test_a_read_only_store_can_be_held(out: Path) -> None:
     out.chmod(0o755)
 
 
-def test_where_nothing_can_be_locked_it_is_said(
+def test_without_file_locks_a_warning_is_printed(
     tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unsupported(*args: object) -> None:

@@ -28,7 +28,7 @@ def test_bytes_definition() -> None:
     assert t.digest.startswith("267cc3ef5772")
 
 
-def test_bytes_decode_survives_what_an_untrained_model_says() -> None:
+def test_any_bytes_of_a_model_can_be_decoded() -> None:
     assert ByteTokenizer().decode([104, 0xC3, 105, 256, 263, 33]) == "h\ufffdi\ufffd!"
 
 

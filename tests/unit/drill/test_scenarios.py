@@ -71,7 +71,7 @@ def test_it_is_documented(scenario) -> None:  # type: ignore[no-untyped-def]
     assert re.search(rf"^\| `{scenario.name}` \|", text, re.MULTILINE)
 
 
-def test_what_a_job_cannot_have_is_said() -> None:
+def test_scenarios_that_a_job_cannot_have_give_the_reason() -> None:
     def reasons(*overrides: str) -> dict[str, str]:
         of = job(*overrides)
         return {s.name: r for s in SCENARIOS if (r := s.missing(of)) is not None}

@@ -79,7 +79,7 @@ def test_gpu_gets_the_allowed_cpus_of_its_numa_node(host: Host) -> None:
 @pytest.mark.parametrize(
     ("visible", "order"), [("1,0", [1, 0]), ("GPU-11ab,GPU-0", [1, 0]), ("0", [0]), ("MIG-11ab", [None])]
 )
-def test_visible_devices_say_which_rank_has_which(host: Host, visible: str, order: list[int | None]) -> None:
+def test_visible_devices_assign_gpus_to_ranks(host: Host, visible: str, order: list[int | None]) -> None:
     addresses = [host.gpu(0, 0x18, 0), host.gpu(1, 0x2A, 1)]
     gpus = local_gpus({"CUDA_VISIBLE_DEVICES": visible}, ALL, host.root)
     assert [g.pci for g in gpus] == [None if i is None else addresses[i] for i in order]

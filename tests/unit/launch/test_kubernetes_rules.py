@@ -152,7 +152,7 @@ def environment(**changes: str | None) -> dict[str, str]:
     return {key: value for key, value in own.items() if value is not None}
 
 
-def test_a_pod_knows_who_it_is() -> None:
+def test_a_pod_knows_its_identity() -> None:
     who = KubernetesLauncher().identity(environment())
     assert (who.node, who.incarnation, who.address) == (1, "6f1c", "10.4.0.7")
     assert who.peers == ("run-0.run", "run-2.run")

@@ -1,62 +1,36 @@
-"""A launcher that another package brings: the example of CONTRIBUTING.md."""
+"""A launcher of another package: the example under examples/, with stand-ins for the commands of LSF."""
 
 from __future__ import annotations
 
-import sys
+import os
 from pathlib import Path
 
 import pytest
 
-from installed import install
+from installed import install, install_examples
 from seatrial.cli.main import main
 from seatrial.launch import named
 from seatrial.launch.base import Identity, Scheduled
 
-PACKAGE = """
-from seatrial.launch.base import Identity, Status
-
-
-class LsfLauncher:
-    name = "lsf"
-    restarts = False
-
-    def check(self, job):
-        pass
-
-    def render(self, job, folder, generation=1):
-        agent = f"seatrial agent --run {folder.path.absolute()}"
-        return {"job.lsf": f"#BSUB -n {job.cluster.nodes}\\nblaunch -z \\"$LSB_HOSTS\\" {agent}\\n"}
-
-    def identity(self, environment):
-        return Identity(int(environment["LSF_PM_TASKID"]) - 1, environment["LSB_JOBID"], attempt=environment["LSB_JOBID"])
-
-    def submit(self, files):
-        return "4711"
-
-    def status(self, handle):
-        return Status("queued", "PEND")
-
-    def signal(self, handle, how):
-        pass
-
-    def warnings(self, grace_s):
-        return []
-
-    def logs(self, handle):
-        return [f"bpeek {handle}"]
-"""
+COMMANDS = {"bsub": "cat >&2; echo 'Job <4711> is submitted to queue <normal>.'", "bjobs": "echo PEND"}
 
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package with that launcher."""
-    install({"seatrial.launchers": {"lsf": "seatrial_lsf:LsfLauncher"}}, tmp_path / "site", monkeypatch)
-    (tmp_path / "site" / "seatrial_lsf.py").write_text(PACKAGE)
+    """The examples, and LSF's commands."""
+    install_examples(tmp_path / "site", monkeypatch)
+    (tmp_path / "bin").mkdir()
+    for name, body in COMMANDS.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", os.fspath(tmp_path / "bin"), prepend=os.pathsep)
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.usefixtures("installed")
-def test_an_installed_package_adds_a_launcher(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_installed_package_adds_a_launcher(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert main(["init", "--preset", "first-voyage"]) == 0
     lsf = ["train", "first-voyage.toml", "--set", "cluster.launcher=lsf"]
     assert main([*lsf, "--render"]) == 0
@@ -69,7 +43,12 @@ def test_an_installed_package_adds_a_launcher(capsys: pytest.CaptureFixture[str]
     out = capsys.readouterr().out
     assert "queued" in out
     assert "lsf 4711 has not started" in out
-    # Its identity does not expect to be outside of a job: a bug, and not an end of the run.
+    assert main(["agent", "--run", "runs/first-voyage"]) == 2
+    assert "this is not a task of an LSF job" in capsys.readouterr().err
+    # A bug of the package, not an end of the run.
+    monkeypatch.setattr(
+        type(named("lsf")), "identity", lambda _self, environment: environment["LSF_PM_TASKID"]
+    )
     assert main(["agent", "--run", "runs/first-voyage"]) == 3
     assert "internal error: KeyError: 'LSF_PM_TASKID'" in capsys.readouterr().err
     assert main(["agent", "--run", "runs/second-voyage"]) == 2
@@ -79,10 +58,10 @@ def test_an_installed_package_adds_a_launcher(capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.usefixtures("installed")
 def test_a_class_that_is_not_a_launcher_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "site" / "seatrial_lsf.py").write_text("class LsfLauncher:\n    name = 'lsf'\n")
-    sys.modules.pop("seatrial_lsf", None)
+    install({"seatrial.launchers": {"none": "seatrial_none:NoLauncher"}}, tmp_path / "other", monkeypatch)
+    (tmp_path / "other" / "seatrial_none.py").write_text("class NoLauncher:\n    name = 'none'\n")
     assert main(["init", "--preset", "first-voyage"]) == 0
-    assert main(["validate", "first-voyage.toml", "--set", "cluster.launcher=lsf"]) == 2
+    assert main(["validate", "first-voyage.toml", "--set", "cluster.launcher=none"]) == 2
     assert "is neither attended nor scheduled" in capsys.readouterr().err

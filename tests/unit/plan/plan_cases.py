@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from hypothesis import strategies as st
 
@@ -13,8 +15,13 @@ from seatrial.job.layout import Layout
 from seatrial.plan.cost.kernels import ATTENTION
 from seatrial.plan.cost.stacks import stacks
 from seatrial.plan.model.cluster import Cluster
-from seatrial.plan.model.other_model import OtherModel
 from seatrial.plan.model.recipe import Recipe
+
+BENCH = str(Path(__file__).parents[3] / "bench")
+if BENCH not in sys.path:
+    sys.path.insert(0, BENCH)
+
+from other_model import OtherModel  # noqa: E402
 
 NDR = find_network("InfiniBand NDR 8x400")
 assert NDR is not None

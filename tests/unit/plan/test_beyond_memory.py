@@ -15,7 +15,7 @@ from seatrial.job.settled import provisional
 from seatrial.plan.cost.memory_fit import judge
 from seatrial.plan.cost.overlap import can_overlap
 from seatrial.plan.cost.predict import Prediction, capacity, predict, stack_for
-from seatrial.plan.model.place import hardware_of
+from seatrial.plan.model.hardware import hardware_of
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.report.advice import Predictor, single_changes
 from seatrial.plan.report.answer import answer

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from plan_cases import OtherModel
 
 from seatrial.hardware.catalogue import find_gpu
 from seatrial.hardware.networks import find_network
@@ -31,7 +32,6 @@ from seatrial.plan.cost.collectives import Fabric
 from seatrial.plan.cost.stacks import stacks
 from seatrial.plan.cost.step import step_parts
 from seatrial.plan.model.cluster import Cluster
-from seatrial.plan.model.other_model import OtherModel
 from seatrial.plan.model.recipe import Recipe
 
 BENCH = Path(__file__).parents[3] / "bench"

@@ -10,7 +10,7 @@ from typing import Literal
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_cases import NDR, Case, cases, gpu
+from plan_cases import NDR, Case, OtherModel, cases, gpu
 
 from seatrial.hardware.networks import find_network
 from seatrial.job.layout import Coordinates, Layout
@@ -19,7 +19,6 @@ from seatrial.plan.cost.collectives import Fabric
 from seatrial.plan.cost.predict import predict, stack_for
 from seatrial.plan.cost.step import rank_traffic
 from seatrial.plan.model.cluster import Cluster, Group, group, placed
-from seatrial.plan.model.other_model import OtherModel
 from seatrial.plan.model.recipe import Recipe
 
 MODEL = model_presets()["qwen2.5-7b"]  # whose ends are not tied

@@ -22,8 +22,8 @@ MODEL = model_presets()["qwen2.5-72b"]
 GPU = find_gpu("B300 SXM")
 assert GPU is not None
 CLUSTER = Cluster(GPU, 16, 8, find_network("InfiniBand NDR 8x400"))
-VOYAGE = Recipe(4096, 1024, layout=Layout(tensor=8, pipeline=2, shard=8), reshard=False, compiled=True)
-STEP = predict(MODEL, VOYAGE, CLUSTER)
+REFERENCE = Recipe(4096, 1024, layout=Layout(tensor=8, pipeline=2, shard=8), reshard=False, compiled=True)
+STEP = predict(MODEL, REFERENCE, CLUSTER)
 BY_NAME = {r.name: r for r in RATES}
 
 
@@ -32,7 +32,7 @@ def run(
 ) -> Finish:
     at = BY_NAME[rate]
     return finish(
-        STEP, MODEL, VOYAGE, CLUSTER, steps, rate=at, storage_gb_s=storage_gb_s, every_steps=every_steps
+        STEP, MODEL, REFERENCE, CLUSTER, steps, rate=at, storage_gb_s=storage_gb_s, every_steps=every_steps
     )
 
 
@@ -57,7 +57,7 @@ def test_more_failures_and_slower_storage_cost() -> None:
 
 
 def test_replicas_save_nothing() -> None:
-    twice = replace(VOYAGE, layout=replace(VOYAGE.layout, shard=4, replicate=2))
+    twice = replace(REFERENCE, layout=replace(REFERENCE.layout, shard=4, replicate=2))
     step = predict(MODEL, twice, CLUSTER)
     found = finish(step, MODEL, twice, CLUSTER, 100, rate=BY_NAME["ant"], storage_gb_s=20.0)
     assert found.stall_s == pytest.approx(2 * run().stall_s)

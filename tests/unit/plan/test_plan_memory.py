@@ -29,7 +29,7 @@ SMALL = replace(
     head_dim=32,
 )
 MODEL = model_presets()["qwen2.5-72b"]
-VOYAGE = Recipe(4096, 1024, layout=Layout(tensor=8, pipeline=2, shard=8), reshard=False)
+REFERENCE = Recipe(4096, 1024, layout=Layout(tensor=8, pipeline=2, shard=8), reshard=False)
 
 
 def saved_bytes(layers: int, arch: Architecture = SMALL) -> int:
@@ -87,7 +87,7 @@ def test_frozen_weights_have_no_gradients_and_no_state(pipeline: int, tensor: in
 def test_inputs_of_gemms_are_gathered_again() -> None:
     """As in Megatron; torch's DTensor, which torchtitan uses, keeps them whole, whatever the number of ranks."""
     ours, titan, megatron = (
-        layer_activations(MODEL, VOYAGE, s)
+        layer_activations(MODEL, REFERENCE, s)
         for s in (OURS, *(stacks()[n] for n in ("torchtitan", "megatron")))
     )
     assert titan - ours == 2 * 2 * 4096 * MODEL.hidden_size * 7 / 8
@@ -97,7 +97,7 @@ def test_inputs_of_gemms_are_gathered_again() -> None:
 @pytest.mark.parametrize("pipeline", [1, 2, 4])
 @pytest.mark.parametrize("tensor", [1, 8])
 def test_parameters_of_all_ranks_add_up_to_the_model(pipeline: int, tensor: int) -> None:
-    recipe = replace(VOYAGE, layout=replace(VOYAGE.layout, pipeline=pipeline, tensor=tensor))
+    recipe = replace(REFERENCE, layout=replace(REFERENCE.layout, pipeline=pipeline, tensor=tensor))
     held = sum(rank_parameters(MODEL, recipe, r) for r in range(pipeline)) * tensor
     whole_on_tensor = MODEL.num_hidden_layers * MODEL.layer_norms + MODEL.hidden_size
     # The norms stand on every tensor-parallel rank; the last one is held whole too.
@@ -106,18 +106,20 @@ def test_parameters_of_all_ranks_add_up_to_the_model(pipeline: int, tensor: int)
 
 def test_states_of_our_trainer() -> None:
     """fp32 weights, gradients and two moments, cut by `shard`; nothing of them by `replicate`."""
-    found = rank_memory(MODEL, VOYAGE, OURS, 0)
-    n = rank_parameters(MODEL, VOYAGE, 0)
+    found = rank_memory(MODEL, REFERENCE, OURS, 0)
+    n = rank_parameters(MODEL, REFERENCE, 0)
     assert (found.parameters, found.gradients, found.optimizer) == (4 * n / 8, 4 * n / 8, 8 * n / 8)
     assert found.gathered == 2 * n  # bf16, kept for the whole step
     # 128 microbatches: whole gradients in fp32 accumulate until the last one.
     assert found.gradients + found.unsharded_gradients == 4 * n
-    copies = rank_memory(MODEL, replace(VOYAGE, layout=replace(VOYAGE.layout, shard=4, replicate=2)), OURS, 0)
+    copies = rank_memory(
+        MODEL, replace(REFERENCE, layout=replace(REFERENCE.layout, shard=4, replicate=2)), OURS, 0
+    )
     assert copies.states == 2 * found.states
 
 
 def test_early_stages_hold_more_activations() -> None:
-    recipe = replace(VOYAGE, layout=replace(VOYAGE.layout, pipeline=4, shard=4))
+    recipe = replace(REFERENCE, layout=replace(REFERENCE.layout, pipeline=4, shard=4))
     held = [rank_memory(MODEL, recipe, OURS, r).activations for r in range(4)]
     assert held == sorted(held, reverse=True)
     assert held[0] > 3.5 * held[3]

@@ -16,7 +16,7 @@ from seatrial.job.loading import load_job
 from seatrial.plan.cost.memory import memory
 from seatrial.plan.cost.memory_fit import SURE, Errors, Tail, errors_from, judge, shipped_errors
 from seatrial.plan.cost.predict import capacity, predict, stack_for
-from seatrial.plan.model.place import hardware_of
+from seatrial.plan.model.hardware import hardware_of
 from seatrial.plan.report.advice import short
 from seatrial.plan.report.answer import PlanOptions, answer
 from seatrial.plan.search.search import search

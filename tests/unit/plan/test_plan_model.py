@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from plan_cases import OtherModel
 
 from seatrial.job.models import model_presets
 from seatrial.plan.cost.memory import layer_share
-from seatrial.plan.model.other_model import OtherModel
 
 PRESETS = model_presets()
 

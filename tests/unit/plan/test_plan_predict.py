@@ -45,7 +45,7 @@ def gpu(name: str) -> Gpu:
 
 
 B300 = Cluster(gpu("B300 SXM"), 16, 8, NDR)
-VOYAGE = Recipe(4096, 1024, layout=Layout(tensor=8, pipeline=2, shard=8), reshard=False, compiled=True)
+REFERENCE = Recipe(4096, 1024, layout=Layout(tensor=8, pipeline=2, shard=8), reshard=False, compiled=True)
 
 
 @st.composite
@@ -151,13 +151,13 @@ def test_recomputation_saves_memory_and_costs_time(recipe: Recipe) -> None:
     assert after.allocated <= before.allocated
 
 
-def voyage(stack: str = "seatrial", **changes: object) -> Prediction:
-    return predict(MODEL, replace(VOYAGE, **changes), B300, stack=stack)  # type: ignore[arg-type]
+def reference(stack: str = "seatrial", **changes: object) -> Prediction:
+    return predict(MODEL, replace(REFERENCE, **changes), B300, stack=stack)  # type: ignore[arg-type]
 
 
 def test_the_reference_voyage() -> None:
     """Qwen2.5-72B, TP 8 x PP 2 x shard 8 on 128 B300: what limits it, for our trainer and for one that overlaps."""
-    ours, overlapped = voyage(), voyage("nemo", microbatch=2, sharding="optimizer")
+    ours, overlapped = reference(), reference("nemo", microbatch=2, sharding="optimizer")
     assert ours.fits
     assert ours.pace.kind == "extrapolated"  # nobody published a run on B300
     shares = {s.name: s.share for s in ours.waterfall}
@@ -178,12 +178,12 @@ def test_the_reference_voyage() -> None:
 
 def test_unknown_speed_or_network_raises() -> None:
     with pytest.raises(UnknownNetworkError):
-        predict(MODEL, VOYAGE, replace(B300, network=None))
+        predict(MODEL, REFERENCE, replace(B300, network=None))
     with pytest.raises(UnknownSpeedError, match="fp32"):
-        voyage(precision="fp32")
+        reference(precision="fp32")
     with pytest.raises(ValueError, match="128 ranks"):
-        predict(MODEL, VOYAGE, replace(B300, nodes=8))
-    told = "\n".join(voyage().provenance)
+        predict(MODEL, REFERENCE, replace(B300, nodes=8))
+    told = "\n".join(reference().provenance)
     assert "extrapolated" in told
     assert "InfiniBand" in told
     assert "assumption" in told  # the latency of a hop
@@ -192,7 +192,7 @@ def test_unknown_speed_or_network_raises() -> None:
 def test_every_stack_and_preset_can_be_predicted() -> None:
     for stack in stacks():
         assert stacks()[stack].source
-        assert voyage(stack).step_s > 0
+        assert reference(stack).step_s > 0
 
 
 def test_capacity_matches_nvidia_smi() -> None:

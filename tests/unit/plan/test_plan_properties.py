@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from plan_cases import NDR, Case, cases, gpu, models, recipes
+from plan_cases import NDR, Case, OtherModel, cases, gpu, models, recipes
 
 from seatrial.hardware.catalogue import Gpu
 from seatrial.hardware.failures import RATES, Rate
@@ -30,7 +30,6 @@ from seatrial.plan.cost.predict import Prediction, predict, stack_for
 from seatrial.plan.cost.stacks import stacks
 from seatrial.plan.cost.step import Sent, Traffic, rank_traffic
 from seatrial.plan.model.cluster import Cluster
-from seatrial.plan.model.other_model import OtherModel
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.search.search import Found, search
 
@@ -312,14 +311,14 @@ def test_a_deeper_model_takes_longer(case: Case) -> None:
 # ---- the run ----
 
 BIG = model_presets()["qwen2.5-72b"]
-VOYAGE = Recipe(4096, 1024, layout=Layout(tensor=8, pipeline=2, shard=8), reshard=False, compiled=True)
+REFERENCE = Recipe(4096, 1024, layout=Layout(tensor=8, pipeline=2, shard=8), reshard=False, compiled=True)
 B300 = Cluster(gpu("B300 SXM"), 16, 8, NDR)
-STEP = predict(BIG, VOYAGE, B300)
+STEP = predict(BIG, REFERENCE, B300)
 
 
 def ended(steps: int, per_day: float, storage: float, most_s: float = 14400.0) -> Finish:
     rate = Rate("drawn", "drawn", per_day, "drawn")
-    return finish(STEP, BIG, VOYAGE, B300, steps, rate=rate, storage_gb_s=storage, max_unsaved_s=most_s)
+    return finish(STEP, BIG, REFERENCE, B300, steps, rate=rate, storage_gb_s=storage, max_unsaved_s=most_s)
 
 
 @given(
@@ -340,7 +339,7 @@ def test_more_failures_and_slower_storage_never_end_earlier(
     assert 0 < plain.ettr <= 1
     assert plain.wall_s >= steps * STEP.step_s
     assert plain.low_s < plain.wall_s < plain.high_s
-    assert plain.gpu_hours == pytest.approx(plain.wall_s / 3600 * VOYAGE.world)
+    assert plain.gpu_hours == pytest.approx(plain.wall_s / 3600 * REFERENCE.world)
     assert ended(2 * steps, per_day, storage).wall_s == pytest.approx(2 * plain.wall_s, rel=1e-9)
     assert ended(steps, per_day * worse, storage).wall_s >= plain.wall_s / SLACK
     assert ended(steps, per_day, storage / worse).wall_s >= plain.wall_s / SLACK

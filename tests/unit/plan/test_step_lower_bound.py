@@ -17,7 +17,7 @@ from seatrial.plan.cost.accumulate import accumulate_options
 from seatrial.plan.cost.overlap import can_overlap
 from seatrial.plan.cost.predict import predict, stack_for
 from seatrial.plan.model.cluster import Cluster
-from seatrial.plan.model.place import hardware_of
+from seatrial.plan.model.hardware import hardware_of
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.search.legal import refusal
 from seatrial.plan.search.search import RECOMPUTES, legal, pair, search

@@ -19,7 +19,7 @@ from seatrial.job.rules_layout import LAYOUT_RULES
 from seatrial.job.settled import provisional
 from seatrial.plan.cost.memory_fit import shipped_errors
 from seatrial.plan.cost.predict import capacity
-from seatrial.plan.model.place import hardware_of
+from seatrial.plan.model.hardware import hardware_of
 from seatrial.plan.search.auto import Chosen, _doubt, _safest, choose
 from seatrial.plan.search.search import TIE_MARGIN, Choice, search
 

@@ -21,7 +21,7 @@ from seatrial.record.run import open_run
 from seatrial.record.view import read_view
 
 
-def voyage(*overrides: str) -> Job:
+def first_voyage(*overrides: str) -> Job:
     return open_job("first-voyage", "cluster.device=cpu", *overrides)
 
 
@@ -43,7 +43,7 @@ def told(root: Path) -> list[str]:
 
 
 def test_a_choice_with_context_parallel_is_taken_again() -> None:
-    job, place = voyage(), place_here(voyage())
+    job, place = first_voyage(), place_here(first_voyage())
     layout = Layout(shard=8, context=2)
     recorded = {"cluster": fingerprint(place), "layout": layout.as_dict(), "reshard_after_forward": True}
     recorded |= {"microbatch": 4, "activation_checkpointing": "none", "accumulate": "whole"}
@@ -54,12 +54,12 @@ def test_a_choice_with_context_parallel_is_taken_again() -> None:
 
 
 def test_a_job_with_a_layout_is_unchanged(tmp_path: Path) -> None:
-    settled = settle(voyage(), RunFolder(tmp_path / "x"))
+    settled = settle(first_voyage(), RunFolder(tmp_path / "x"))
     assert settle(settled, RunFolder(tmp_path / "x")) is settled
 
 
 def test_the_choice_is_in_plan_json_job_toml_and_events(tmp_path: Path) -> None:
-    settled, notes = start(voyage(), tmp_path)
+    settled, notes = start(first_voyage(), tmp_path)
     chosen = plan(tmp_path)["chosen"]
     assert chosen["layout"] == plan(tmp_path)["layout"] == settled.layout.as_dict()
     assert chosen["why_now"] == "the first choice of this run"
@@ -76,12 +76,12 @@ def test_the_choice_is_in_plan_json_job_toml_and_events(tmp_path: Path) -> None:
 
 def test_a_resume_reuses_the_recorded_choice(tmp_path: Path) -> None:
     """Also one that would not be chosen today."""
-    start(voyage(), tmp_path)
+    start(first_voyage(), tmp_path)
     other = {**plan(tmp_path)["layout"], "tensor": 2, "shard": 4}
     chosen = {**plan(tmp_path)["chosen"], "layout": other}
     del chosen["accumulate"]  # as in records of older versions
     edit(tmp_path / "first-voyage" / "plan.json", chosen=chosen, layout=other)
-    settled, notes = start(voyage("train.steps=300"), tmp_path)
+    settled, notes = start(first_voyage("train.steps=300"), tmp_path)
     assert (settled.layout.tensor, settled.layout.shard) == (2, 4)
     assert settled.train.accumulate == "whole"
     assert any("as chosen by an earlier start of this run" in note for note in notes)
@@ -90,8 +90,8 @@ def test_a_resume_reuses_the_recorded_choice(tmp_path: Path) -> None:
 
 
 def test_a_changed_cluster_is_planned_again_with_a_reason(tmp_path: Path) -> None:
-    start(voyage(), tmp_path)
-    settled, notes = start(voyage("cluster.nodes=1"), tmp_path)
+    start(first_voyage(), tmp_path)
+    settled, notes = start(first_voyage("cluster.nodes=1"), tmp_path)
     assert settled.layout.world_size == 4
     assert any("the cluster changed: nodes 2 -> 1" in note for note in notes)
     assert plan(tmp_path)["chosen"]["why_now"] == "the cluster changed: nodes 2 -> 1"
@@ -108,17 +108,17 @@ def test_a_changed_cluster_is_planned_again_with_a_reason(tmp_path: Path) -> Non
     ],
 )
 def test_a_chosen_setting_that_the_job_now_sets(tmp_path: Path, override: str, why: str) -> None:
-    start(voyage(), tmp_path)
-    settled, _ = start(voyage(override), tmp_path)
+    start(first_voyage(), tmp_path)
+    settled, _ = start(first_voyage(override), tmp_path)
     assert settled.chosen is not None
     assert settled.chosen["why_now"] == why
 
 
 def test_a_recorded_layout_that_the_rules_refuse_now(tmp_path: Path) -> None:
-    start(voyage(), tmp_path)
+    start(first_voyage(), tmp_path)
     other = {**plan(tmp_path)["layout"], "tensor": 3}
     edit(tmp_path / "first-voyage" / "plan.json", chosen={**plan(tmp_path)["chosen"], "layout": other})
-    settled, _ = start(voyage(), tmp_path)
+    settled, _ = start(first_voyage(), tmp_path)
     assert settled.chosen is not None
     assert str(settled.chosen["why_now"]).startswith("the rules reject the layout of the previous start")
 
@@ -138,17 +138,17 @@ def test_a_recorded_layout_that_the_rules_refuse_now(tmp_path: Path) -> None:
     ],
 )
 def test_with_a_damaged_record_it_chooses_again(tmp_path: Path, damage: dict[str, object]) -> None:
-    first, _ = start(voyage(), tmp_path)
+    first, _ = start(first_voyage(), tmp_path)
     path = tmp_path / "first-voyage" / "plan.json"
     edit(path, chosen={**plan(tmp_path)["chosen"], **damage})
     if "microbatch" in damage or "activation_checkpointing" in damage:
         j = open_job("first-voyage", "cluster.device=cpu", drop=("microbatch", "activation_checkpointing"))
     else:
-        j = voyage()
+        j = first_voyage()
     settled = settle(j, RunFolder(tmp_path / "first-voyage"))
     assert settled.layout.world_size == first.layout.world_size
     path.write_text("{")
-    assert settle(voyage(), RunFolder(tmp_path / "first-voyage")).layout == first.layout
+    assert settle(first_voyage(), RunFolder(tmp_path / "first-voyage")).layout == first.layout
 
 
 @pytest.mark.cluster  # slow
@@ -176,15 +176,15 @@ def test_async_tensor_parallel_is_chosen_recorded_and_resumed(tmp_path: Path) ->
 
 
 def test_without_speeds_async_tensor_is_not_chosen() -> None:
-    settled = settle(voyage("cluster.nodes=2"), RunFolder(Path("/nowhere")))
+    settled = settle(first_voyage("cluster.nodes=2"), RunFolder(Path("/nowhere")))
     assert settled.chosen is not None
     assert settled.chosen["async_tensor"] is False
     assert not settled.parallel.async_tensor
 
 
 def test_fresh_chooses_again(tmp_path: Path) -> None:
-    start(voyage(), tmp_path)
-    settled, _ = start(voyage(), tmp_path, fresh=True)
+    start(first_voyage(), tmp_path)
+    settled, _ = start(first_voyage(), tmp_path, fresh=True)
     assert settled.chosen is not None
     assert settled.chosen["why_now"] == "the first choice of this run"
     assert len(told(tmp_path)) == 1  # in the new folder
@@ -192,7 +192,7 @@ def test_fresh_chooses_again(tmp_path: Path) -> None:
 
 def test_reasons_are_kept_with_the_layout_by_every_start(tmp_path: Path) -> None:
     """torchrun reads job.toml, where the layout is written out."""
-    start(voyage(), tmp_path)
+    start(first_voyage(), tmp_path)
     chosen = plan(tmp_path)["chosen"]
     by_hand = load_job(RunFolder(tmp_path / "first-voyage").job_toml)
     with open_run(by_hand, tmp_path):
@@ -207,9 +207,9 @@ def test_reasons_are_kept_with_the_layout_by_every_start(tmp_path: Path) -> None
 
 def test_view_ignores_a_start_that_did_nothing(tmp_path: Path) -> None:
     """As a start that finds all steps done: the view is of the one that did something."""
-    folder = made(tmp_path, settle(voyage(), RunFolder(tmp_path / "first-voyage")), 1.0)
+    folder = made(tmp_path, settle(first_voyage(), RunFolder(tmp_path / "first-voyage")), 1.0)
     before = read_view(folder).generation
-    start(voyage("cluster.nodes=1"), tmp_path)
+    start(first_voyage("cluster.nodes=1"), tmp_path)
     assert read_view(folder).generation == before
 
 
@@ -267,8 +267,8 @@ def test_gpu_names_from_the_driver(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "[]", '{"chosen": 7}', '{"chosen": {"cluster": [], "layout": 7'])
 def test_unreadable_plan_record_is_not_called_the_first_choice(tmp_path: Path, text: str) -> None:
-    start(voyage(), tmp_path)
+    start(first_voyage(), tmp_path)
     RunFolder(tmp_path / "first-voyage").plan_json.write_text(text)
-    settled = settle(voyage(), RunFolder(tmp_path / "first-voyage"))
+    settled = settle(first_voyage(), RunFolder(tmp_path / "first-voyage"))
     assert settled.chosen is not None
     assert settled.chosen["why_now"] == "the recorded choice of an earlier start is unreadable"

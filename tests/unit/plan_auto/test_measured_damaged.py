@@ -14,7 +14,7 @@ from auto_cases import all_reduce, gpu_rates, job, made, rails, report, storage
 
 from seatrial.plan.cost.calibration import shipped
 from seatrial.plan.cost.predict import predict
-from seatrial.plan.model.place import hardware_of
+from seatrial.plan.model.hardware import hardware_of
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.report.measured import measured_rates
 

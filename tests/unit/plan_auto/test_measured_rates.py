@@ -15,7 +15,7 @@ from seatrial.hardware.networks import find_network
 from seatrial.plan.cost.collectives import Fabric
 from seatrial.plan.cost.kernels import Kernels
 from seatrial.plan.model.cluster import Cluster, Group
-from seatrial.plan.model.place import hardware_of
+from seatrial.plan.model.hardware import hardware_of
 from seatrial.plan.report.measured import Measured, measured_rates
 
 H100 = find_gpu("H100 SXM")

@@ -38,7 +38,7 @@ def job(name: str = "qwen2.5-72b-b300", *overrides: str) -> Job:
 
 
 @cache
-def voyage() -> tuple[Fit, ...]:
+def reference() -> tuple[Fit, ...]:
     return smallest(job(), network_of=lambda _: NDR)
 
 
@@ -91,7 +91,7 @@ def test_other_stacks_have_fp32_master_weights() -> None:
 
 @pytest.mark.cluster  # slow
 def test_every_gpu_of_the_catalogue_has_an_answer() -> None:
-    found = voyage()
+    found = reference()
     assert {f.gpu.name for f in found} == {g.name for g in gpus()}
     sizes = [f.gpus for f in found if f.recipe is not None]
     assert sizes == sorted(sizes)
@@ -99,7 +99,7 @@ def test_every_gpu_of_the_catalogue_has_an_answer() -> None:
 
 @pytest.mark.cluster  # slow
 def test_every_fit_is_legal_and_fits() -> None:
-    for fit in voyage():
+    for fit in reference():
         r = fit.recipe
         assert r is not None
         cluster = replace(fit.cluster, network=NDR)
@@ -118,7 +118,7 @@ def test_every_fit_is_legal_and_fits() -> None:
 @pytest.mark.cluster  # slow
 def test_no_smaller_cluster_fits() -> None:
     """Other schedules, replicas, more stages a rank: nothing that is legal fits where `smallest` says that nothing does."""
-    for fit in voyage():
+    for fit in reference():
         if fit.gpu.name not in ("B300 SXM", "H200 SXM", "A100-40GB SXM"):
             continue
         smaller = (
@@ -131,7 +131,7 @@ def test_no_smaller_cluster_fits() -> None:
 
 @pytest.mark.cluster  # slow
 def test_smallest_sure_fit_is_also_named_when_smallest_is_tight() -> None:
-    found = voyage()
+    found = reference()
     assert {f.verdict.word for f in found} == {"fits", "tight"}
     for fit in found:
         assert (fit.safe is None) == fit.verdict.sure
@@ -179,7 +179,7 @@ def test_no_safe_size_when_even_the_largest_is_tight() -> None:
 
 def test_both_sizes_are_in_the_table_and_the_page() -> None:
     told = account(job().architecture)
-    found = voyage()
+    found = reference()
     shown = [text for text, _ in lines(job(), told, found, width=100)]
     assert (
         sum("with margin " in text and " % " in text for text in shown)

@@ -37,7 +37,7 @@ def job(*overrides: str) -> Job:
 
 
 @cache
-def voyage(mode: Mode) -> Scaling:
+def reference(mode: Mode) -> Scaling:
     return scaling(job(), Recipe.of(job()), CLUSTER, mode=mode, nodes=NODES)
 
 
@@ -53,7 +53,7 @@ def small(mode: Mode, **changes: object) -> Scaling:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_no_size_is_dropped_and_each_has_a_reason(mode: Mode) -> None:
-    points = voyage(mode).points
+    points = reference(mode).points
     assert [p.nodes for p in points] == list(NODES)
     assert points[0].why_not == "a replica needs TP8 x PP2 = 16 GPUs, only 8 available"
     for p in points:
@@ -64,7 +64,7 @@ def test_no_size_is_dropped_and_each_has_a_reason(mode: Mode) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_the_jobs_own_size_is_its_own_prediction(mode: Mode) -> None:
     own = predict(job().architecture, Recipe.of(job()), CLUSTER)
-    at = next(p for p in voyage(mode).points if p.nodes == 16)
+    at = next(p for p in reference(mode).points if p.nodes == 16)
     assert at.global_batch == 2048
     assert at.prediction is not None
     assert at.prediction.step_s == own.step_s
@@ -73,16 +73,16 @@ def test_the_jobs_own_size_is_its_own_prediction(mode: Mode) -> None:
 
 
 def test_weak_keeps_the_microbatches_and_strong_the_batch() -> None:
-    for p in voyage("weak").known:
+    for p in reference("weak").known:
         assert p.recipe is not None
         assert p.recipe.microbatches == 32
         assert p.global_batch == 32 * 8 * p.recipe.layout.data_parallel
-    assert {p.global_batch for p in voyage("strong").known} == {2048}
+    assert {p.global_batch for p in reference("strong").known} == {2048}
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_efficiency_speedup_and_doubling_agree(mode: Mode) -> None:
-    known = voyage(mode).known
+    known = reference(mode).known
     first = known[0]
     assert first.tokens_per_s is not None
     assert (first.efficiency, first.speedup, first.doubling, first.costs) == (1.0, 1.0, None, None)
@@ -109,12 +109,12 @@ def test_strong_scaling_ends_at_the_batch_size() -> None:
 
 def test_strong_never_beats_weak() -> None:
     """Fewer microbatches have the same bubble and the same gradients to send."""
-    weak = {p.gpus: p.efficiency for p in voyage("weak").known}
-    for p in voyage("strong").known:
+    weak = {p.gpus: p.efficiency for p in reference("weak").known}
+    for p in reference("strong").known:
         if p.gpus >= 128:
             assert p.tokens_per_s is not None
             assert weak[p.gpus] is not None
-    at = {s.mode: next(p for p in s.points if p.gpus == 1024) for s in map(voyage, MODES)}
+    at = {s.mode: next(p for p in s.points if p.gpus == 1024) for s in map(reference, MODES)}
     assert at["strong"].tokens_per_s < at["weak"].tokens_per_s  # type: ignore[operator]
 
 
@@ -182,7 +182,7 @@ def test_a_layout_with_replicas_grows_by_replicas() -> None:
     mode=st.sampled_from(MODES),
 )
 @settings(max_examples=200, deadline=None)
-def test_resized_fills_the_cluster_or_says_why_not(
+def test_resized_fills_the_cluster_or_gives_the_reason(
     tensor: int, pipeline: int, shard: int, replicate: int, gpus: int, mode: Mode
 ) -> None:
     base = Recipe(
@@ -214,7 +214,7 @@ def test_best_scaling_matches_the_search() -> None:
     assert two.tokens_per_s is not None
     assert two.speedup == pytest.approx(two.tokens_per_s / one.tokens_per_s)
     # No layout grown from 16 GPUs can be better than the best of 16.
-    own = next(p for p in voyage("strong").points if p.gpus == 16)
+    own = next(p for p in reference("strong").points if p.gpus == 16)
     assert own.tokens_per_s is not None
     assert own.tokens_per_s <= two.tokens_per_s
 

@@ -19,7 +19,7 @@ from seatrial.plan.report.step_waterfall import TABLE
 from seatrial.plan.report.waterfall import KINDS, LEAST, waterfall_of
 
 MODEL = model_presets()["qwen2.5-72b"]
-VOYAGE = Recipe(4096, 1024, layout=Layout(tensor=8, pipeline=2, shard=8), reshard=False, compiled=True)
+REFERENCE = Recipe(4096, 1024, layout=Layout(tensor=8, pipeline=2, shard=8), reshard=False, compiled=True)
 
 
 def cluster() -> Cluster:
@@ -74,8 +74,8 @@ def test_parts_that_do_not_add_up_to_1_are_refused() -> None:
 
 def test_every_part_of_a_prediction_a_run_or_a_step_has_a_kind() -> None:
     """A part that is added to the waterfall gets a colour and a word, or this fails."""
-    found = predict(MODEL, VOYAGE, cluster())
-    run = finish(found, MODEL, VOYAGE, cluster(), 24000, rate=RATES[1], storage_gb_s=20.0)
+    found = predict(MODEL, REFERENCE, cluster())
+    run = finish(found, MODEL, REFERENCE, cluster(), 24000, rate=RATES[1], storage_gb_s=20.0)
     names = [s.name for s in run.waterfall]
     assert names[0] == "model FLOPs"
     rows = {name for name, *_ in TABLE}
@@ -85,7 +85,7 @@ def test_every_part_of_a_prediction_a_run_or_a_step_has_a_kind() -> None:
 
 
 def test_the_reference_voyage_in_words() -> None:
-    found = predict(MODEL, VOYAGE, cluster())
+    found = predict(MODEL, REFERENCE, cluster())
     shown = waterfall_of(found.waterfall)
     assert shown.mfu == pytest.approx(found.mfu)
     assert shown.seconds == pytest.approx(found.step_s)

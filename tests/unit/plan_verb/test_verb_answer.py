@@ -6,12 +6,12 @@ import math
 from dataclasses import replace
 
 import pytest
-from verb_cases import EVERY, NDR, job, must_change, nowhere, small, too_large, voyage
+from verb_cases import EVERY, NDR, job, must_change, nowhere, reference, small, too_large
 
 from seatrial.base.errors import InputError
 from seatrial.hardware.networks import find_network
 from seatrial.job.schema import GpuSection
-from seatrial.plan.model.place import hardware_of
+from seatrial.plan.model.hardware import hardware_of
 from seatrial.plan.report.advice import TargetValue, difference, excess, short, targets
 from seatrial.plan.report.answer import ENOUGH, Answer, PlanOptions, answer, usual_nodes
 from seatrial.plan.search.legal import refusal
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.cluster  # for its time: it starts no cluster
 
 def test_answer_of_the_reference_voyage() -> None:
     """Is TP8 PP2 the best, and by how much; are 2,500 tokens/s/GPU within reach; 6.4 TB/s beside what is needed."""
-    told = voyage()
+    told = reference()
     assert told.own.prediction is not None
     assert told.found is not None
     assert told.best is not None
@@ -46,7 +46,7 @@ def test_answer_of_the_reference_voyage() -> None:
 
 
 def test_probability_of_an_end() -> None:
-    told = voyage()
+    told = reference()
     base, end = told.own.prediction, told.forecast
     assert base is not None
     assert end is not None
@@ -83,7 +83,7 @@ def test_the_enough_network_slows_a_step_as_stated() -> None:
 
     from seatrial.plan.cost.predict import predict
 
-    told = voyage()
+    told = reference()
     cluster, network = told.place.cluster, told.place.network
     assert cluster is not None
     assert network is not None
@@ -98,7 +98,7 @@ def test_the_enough_network_slows_a_step_as_stated() -> None:
 
 
 def test_cost_of_the_run() -> None:
-    priced, told = small().forecast, voyage().forecast
+    priced, told = small().forecast, reference().forecast
     assert priced is not None
     assert told is not None
     assert priced.cost == pytest.approx(3.0 * priced.finish.gpu_hours)
@@ -111,7 +111,7 @@ def test_cost_of_the_run() -> None:
 
 
 def test_suggestions_are_faster_legal_and_fit() -> None:
-    for told in (voyage(), small(), must_change()):
+    for told in (reference(), small(), must_change()):
         assert told.advice is not None
         assert told.own.prediction is not None
         cluster = told.place.cluster
@@ -132,7 +132,7 @@ def test_the_best_layout_changes_at_a_crossover() -> None:
 
     from seatrial.plan.cost.predict import predict
 
-    told = voyage()
+    told = reference()
     assert told.advice is not None
     assert told.found is not None
     cluster, network = told.place.cluster, told.place.network
@@ -165,7 +165,7 @@ def test_unknown_stays_unknown() -> None:
     assert told.network_demand.a_gpu > 0
 
 
-def test_the_cost_of_deterministic_kernels_is_said_to_be_unknown() -> None:
+def test_the_cost_of_deterministic_kernels_is_unknown() -> None:
     of = job("llama3-8b-h100", "train.deterministic=true")
     told = answer(of, hardware_of(of), PlanOptions(look_further=False))
     assert [text for text in told.provenance if text.startswith("train.deterministic: its cost is in the")]
@@ -304,7 +304,7 @@ def test_plan_options() -> None:
 def test_differences_in_the_words_of_the_job_file() -> None:
     from dataclasses import replace
 
-    a = voyage().own.recipe
+    a = reference().own.recipe
     b = replace(
         a, layout=replace(a.layout, tensor=4, shard=16), microbatch=2, recompute="full", reshard=not a.reshard
     )
@@ -323,12 +323,12 @@ def test_async_tensor_is_a_suggestion() -> None:
     way = ways["async_tensor = true"]
     assert way.built
     assert way.gain > TIE_MARGIN
-    assert way.recipe == voyage().own.recipe
+    assert way.recipe == reference().own.recipe
     assert {w.what.split(" ")[0] for w in told.advice.suggestions if not w.built} <= {"nemo", "a"}
     assert difference(told.own.recipe, way.recipe) == "async_tensor = true"
     assert "async_tensor = false" in difference(way.recipe, told.own.recipe)
     # In the full plan it is called an assumption, as soon as any layout that is shown has it.
-    for one in (told, voyage()):
+    for one in (told, reference()):
         assert any("async_tensor" in text and "assum" in text for text in one.provenance)
     assert not any("async_tensor" in text for text in nowhere().provenance)
     # Other software hides what it hides.
@@ -339,7 +339,7 @@ def test_async_tensor_is_a_suggestion() -> None:
 
 
 def test_excess_is_the_part_that_grew_most() -> None:
-    told = voyage()
+    told = reference()
     assert told.own.prediction is not None
     assert told.best is not None
     more = excess(told.own.prediction, told.best.prediction)

@@ -19,7 +19,7 @@ from seatrial.cli import plan
 from seatrial.cli.main import main
 
 SMALL = str(preset("llama3-8b-h100"))
-VOYAGE = str(preset("qwen2.5-72b-b300"))
+REFERENCE = str(preset("qwen2.5-72b-b300"))
 CPU = str(preset("first-voyage"))
 
 Captured = pytest.CaptureFixture[str]
@@ -215,7 +215,7 @@ def test_no_torch_and_an_ordinary_pipe() -> None:
     """As a process: no torch, plain lines, and a reader that goes away is no error of ours."""
     code = (
         "import sys; from seatrial.cli.main import main; "
-        f"code = main(['plan', {VOYAGE!r}, '--own']); sys.stdout.flush(); "
+        f"code = main(['plan', {REFERENCE!r}, '--own']); sys.stdout.flush(); "
         "print('torch' in sys.modules, code, file=sys.stderr)"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(seatrial.__file__).parents[1])}

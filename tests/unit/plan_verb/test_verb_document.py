@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from verb_cases import voyage
+from verb_cases import reference
 
 from seatrial.cli import plan
 from seatrial.ui.plan_json import document
@@ -22,7 +22,7 @@ _BLOCK = re.compile(
 
 def example() -> str:
     """What the command in the document prints at 100 columns."""
-    return "\n".join(text for text, _ in lines(voyage(), width=100))
+    return "\n".join(text for text, _ in lines(reference(), width=100))
 
 
 @pytest.mark.cluster  # slow
@@ -44,7 +44,7 @@ def test_every_option_is_documented() -> None:
 @pytest.mark.cluster  # slow
 def test_every_part_of_the_json_document_is_named() -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
-    assert [key for key in document(voyage()) if f"`{key}`" not in text] == []
+    assert [key for key in document(reference()) if f"`{key}`" not in text] == []
 
 
 if __name__ == "__main__":

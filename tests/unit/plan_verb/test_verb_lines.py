@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 import pytest
-from verb_cases import EVERY, must_change, nowhere, small, voyage
+from verb_cases import EVERY, must_change, nowhere, reference, small
 from verb_cases import too_large as too_large_for_all
 
 from seatrial.plan.report.answer import Answer
@@ -40,10 +40,10 @@ def text_of(told: Answer, **options: Any) -> str:
     return "\n".join(text for text, _ in lines(told, width=100, **options))
 
 
-def test_the_first_screen_is_short_and_the_full_one_says_more() -> None:
-    short, full = lines(voyage(), width=120), lines(voyage(), width=120, full=True)
+def test_the_first_screen_is_short_and_full_shows_more() -> None:
+    short, full = lines(reference(), width=120), lines(reference(), width=120, full=True)
     assert len(short) < 70 < len(full)
-    told = text_of(voyage())
+    told = text_of(reference())
     order = ["the job's own layout", "layouts: ", "faster than", "where the FLOPs go", "speeds", "verdict"]
     assert [told.index(word) for word in order] == sorted(told.index(word) for word in order)
 
@@ -56,11 +56,11 @@ _REACHED = {
 
 
 def test_the_reference_voyage_in_words() -> None:
-    told = text_of(voyage())
+    told = text_of(reference())
     for words in (
         "capacity 6.4 TB/s: 16 nodes x 400 GB/s in one direction",
         "needed ",
-        f"2,500 tokens/s/GPU is {_REACHED[voyage().targets[0].own]}",
+        f"2,500 tokens/s/GPU is {_REACHED[reference().targets[0].own]}",
         "32 microbatches of 8, async_tensor",
         "85 % interval ",
         "872 GB every 500 steps",
@@ -70,11 +70,11 @@ def test_the_reference_voyage_in_words() -> None:
     ):
         assert words in told, words
     assert "at 3 each" in text_of(small())
-    assert "0.00379 a node and day" in text_of(voyage(), full=True)
+    assert "0.00379 a node and day" in text_of(reference(), full=True)
 
 
 def test_verdicts() -> None:
-    assert verdict(voyage())[0].startswith(
+    assert verdict(reference())[0].startswith(
         "fits, 1,802 tokens/s/GPU; the best layout is 18 % faster (tight; "
     )
     assert verdict(nowhere()) == ("memory and traffic are known, speed is not", "yellow")
@@ -137,13 +137,13 @@ def test_figures() -> None:
 
 
 def test_a_layout_that_fails_only_for_memory_is_shown_once() -> None:
-    beyond = voyage().beyond
+    beyond = reference().beyond
     assert beyond is not None
     assert beyond.suggestions
     assert "microbatch 1 (8 % slower than the best, tight)" in too_large(beyond)
-    assert " ".join(text_of(voyage()).split()).count(f"too large {too_large(beyond)} ") == 1
-    assert escape(f"Too large: {too_large(beyond)}.") in page(voyage())
-    told = document(voyage())["search"]["beyond_memory"]
+    assert " ".join(text_of(reference()).split()).count(f"too large {too_large(beyond)} ") == 1
+    assert escape(f"Too large: {too_large(beyond)}.") in page(reference())
+    told = document(reference())["search"]["beyond_memory"]
     assert told["recipe"]["microbatch"] == beyond.recipe.microbatch
     assert told["ways"][0]["what"] == "microbatch 1"
     assert "no single change makes it fit" in too_large(replace(beyond, suggestions=()))

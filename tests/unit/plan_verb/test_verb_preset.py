@@ -6,7 +6,7 @@ import re
 from collections import Counter
 
 import pytest
-from verb_cases import preset, voyage
+from verb_cases import preset, reference
 
 from seatrial.plan.report.answer import FAILURES
 from seatrial.ui.plan_table import lines
@@ -23,7 +23,7 @@ def said(pattern: str) -> list[float]:
 
 
 def test_the_presets_comments_are_what_the_plan_predicts() -> None:
-    told = voyage()
+    told = reference()
     p, ending = told.own.prediction, told.forecast
     assert p is not None
     assert ending is not None
@@ -61,7 +61,7 @@ def test_the_presets_comments_are_what_the_plan_predicts() -> None:
 
 
 def test_network_failures_and_stragglers_are_assumed_once() -> None:
-    told = voyage()
+    told = reference()
     kinds = Counter(re.split(r"[: ]", text)[0] for text in told.provenance)
     assert [kinds[k] for k in ("network", "collectives", "latency", "failures", "stragglers", "storage")] == [
         1
@@ -76,7 +76,7 @@ def test_network_failures_and_stragglers_are_assumed_once() -> None:
 
 def test_stragglers_slow_kernels_once() -> None:
     """As many GPUs again cost half a per cent of a step's kernels, and nothing else of it."""
-    told = voyage()
+    told = reference()
     assert told.weak is not None
     a, b = (p.prediction for p in told.weak.points if p.gpus in (512, 1024))
     assert a is not None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from seatrial.job.job import Job
 from seatrial.job.loading import load_job
-from seatrial.plan.model.place import hardware_of
+from seatrial.plan.model.hardware import hardware_of
 from seatrial.plan.report.advice import TargetValue
 from seatrial.plan.report.answer import Answer, PlanOptions, answer
 
@@ -24,8 +24,8 @@ def job(name: str, *overrides: str) -> Job:
 
 
 @cache
-def voyage() -> Answer:
-    """The reference voyage, with its wishes; docs/plan.md shows it."""
+def reference() -> Answer:
+    """The reference plan, with its targets; docs/plan.md shows it."""
     of = job("qwen2.5-72b-b300")
     wishes = PlanOptions(targets=(TargetValue(2500, "tokens/s/GPU"), TargetValue(0.45, "MFU")))
     return answer(of, hardware_of(of), wishes)
@@ -59,4 +59,4 @@ def must_change() -> Answer:
     return answer(of, hardware_of(of))
 
 
-EVERY = (voyage, small, nowhere, too_large, must_change)
+EVERY = (reference, small, nowhere, too_large, must_change)

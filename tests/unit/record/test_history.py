@@ -186,7 +186,7 @@ def test_the_eta_follows_a_lasting_change() -> None:
     assert told[-1] == pytest.approx(2.0 * (400 - 160))
 
 
-def test_nothing_is_said_where_nothing_is_known() -> None:
+def test_without_enough_steps_there_is_no_eta() -> None:
     pace = Pace()
     assert pace.eta_s(10) is None
     pace.add(1, 57.0)
@@ -338,7 +338,7 @@ def test_a_replaced_file_is_read_from_the_start(folder: RunFolder) -> None:
 
 
 @pytest.mark.parametrize("when", ["NaN", "Infinity", -1.0, 1e30, 10**30, "x"])
-def test_a_time_that_no_calendar_tells_is_a_damaged_line(folder: RunFolder, when: object) -> None:
+def test_a_time_out_of_range_is_a_damaged_line(folder: RunFolder, when: object) -> None:
     for path, data in write(folder, Run().play([("train", 3)])).items():
         path.write_bytes(data)
     folder.metrics.write_bytes(folder.metrics.read_bytes() + encode({**vars(record(4)), "time": when}))

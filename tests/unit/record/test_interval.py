@@ -101,7 +101,7 @@ def test_failures_are_what_the_run_recovered_from() -> None:
     assert count_failures(found) == 2
 
 
-def test_what_is_written_says_where_it_comes_from(tmp_path: Path) -> None:
+def test_the_file_names_the_source_of_each_value(tmp_path: Path) -> None:
     chosen = choose_interval(**VALUES)
     write_interval(RunFolder(tmp_path), chosen)
     content = json.loads((tmp_path / "interval.json").read_text())

@@ -46,7 +46,7 @@ def test_its_bytes_stay_as_earlier_versions_wrote_them(folder: RunFolder) -> Non
     assert encoded(read).decode() == text
 
 
-def test_a_newer_version_may_tell_more_of_a_failure(folder: RunFolder) -> None:
+def test_unknown_fields_of_a_newer_failure_are_ignored(folder: RunFolder) -> None:
     told = {"schema_version": 1, **VALUES, "failure": {**vars(FAILURE), "switch": "leaf-3"}}
     folder.outcome_json.write_text(json.dumps(told))
     read = read_outcome(folder, 3)

@@ -110,7 +110,7 @@ def test_a_ledger_of_an_older_version(folder: RunFolder) -> None:
     assert read_ledger(folder)[0] == [ledger(1)]
 
 
-def test_the_view_tells_them(folder: RunFolder) -> None:
+def test_the_view_reports_them(folder: RunFolder) -> None:
     write(folder, ledger(1), ledger(2, skipped=True))
     assert read_view(folder).skipped_steps == [2]
     write(folder, ledger(2, 2))  # a later generation did it after all

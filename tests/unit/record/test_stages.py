@@ -136,7 +136,7 @@ def test_it_is_written_about_every_64_steps(tmp_path: Path) -> None:
         ((np.float32(9.875).tobytes(), np.float32("nan").tobytes()), "step 9 are not times"),
     ],
 )
-def test_what_is_wrong_is_said(file: Path, change: tuple[bytes, bytes], reason: str) -> None:
+def test_what_is_wrong_is_reported(file: Path, change: tuple[bytes, bytes], reason: str) -> None:
     data = file.read_bytes()
     assert change[0] in data
     file.write_bytes(data.replace(change[0], change[1], 1))
@@ -228,7 +228,7 @@ class TestPacked:
         assert not problems
         assert found[3].steps.tolist() == [*range(1, PART + 1), *range(2 * PART + 1, self.STEPS + 1)]
 
-    def test_damage_is_said(self, folder: RunFolder) -> None:
+    def test_damage_is_reported(self, folder: RunFolder) -> None:
         path = folder.packed_stages(2, 3)
         data = bytearray(path.read_bytes())
         data[-20] ^= 1

@@ -168,7 +168,7 @@ def test_every_row_of_the_table_matters(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("kinds", "is_held", "state", "reason"), [c[1:] for c in CASES], ids=[c[0] for c in CASES]
 )
-def test_every_view_says_state_and_reason(
+def test_every_view_shows_state_and_reason(
     folder: RunFolder, kinds: list[tuple[str, Any]], is_held: Held, state: str, reason: str
 ) -> None:
     write(folder, kinds, reason)

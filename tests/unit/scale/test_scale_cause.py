@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from seatrial.record.stages import (
     TENSOR,
     RankStages,
 )
-from seatrial.scale.cause import Cause, as_dict, find_causes, lines
+from seatrial.scale.cause import Cause, find_causes, lines
 from seatrial.scale.observed import Observed, steady_steps
 
 LARGE, SMALL = {"shard": 1e9, "replicate": 1e9}, {"shard": 1e5}
@@ -218,7 +219,7 @@ def test_strong_scaling_expects_less_work() -> None:
     assert found[0].seconds == pytest.approx(0.5)
 
 
-def test_waiting_for_replicas_in_shard_accuses_no_shard_group() -> None:
+def test_waiting_for_replicas_in_shard_blames_no_shard_group() -> None:
     layout = Layout(replicate=2, shard=2)
     # Rank 0 is late; its shard group waits for it there, the other replica at the sums over replicas.
     waits = {(-1, SHARD): 0.1, (0, BACKWARD): 0.4, (1, SHARD): 0.4, (2, SHARD): 0.4, (3, SHARD): 0.4}
@@ -262,4 +263,4 @@ def test_words_and_json() -> None:
         "try",
         "repeat this size without node 2: exclude it from the allocation (slurm.exclude)",
     ) in lines(found)
-    assert json.loads(json.dumps(as_dict(found[0])))["remove_node"] == 2
+    assert json.loads(json.dumps(asdict(found[0])))["remove_node"] == 2

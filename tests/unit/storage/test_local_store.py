@@ -133,7 +133,7 @@ def test_a_reader_never_sees_half_of_an_object(store: LocalStore) -> None:
     assert files(store) == ["a", "a/x"]
 
 
-def test_of_many_who_write_if_absent_exactly_one_succeeds(store: LocalStore) -> None:
+def test_of_concurrent_conditional_writes_one_succeeds(store: LocalStore) -> None:
     rounds, n = 30, 6
 
     def contend(mine: int) -> Callable[[], int]:
@@ -311,7 +311,7 @@ def test_a_folder_that_never_was(tmp_path: Path) -> None:
         error = refusal(call)
         assert (error.kind, str(store.root) in error.cause) == ("missing", True)
     assert not (tmp_path / "a").exists()
-    made = open_store(str(tmp_path / "a" / "b"), create=True)
+    made = LocalStore(tmp_path / "a" / "b", create=True)
     made.write("x", b"1")
     assert store.read("x") == b"1"
 

@@ -102,7 +102,7 @@ def frame_in() -> Iterator[Callable[..., dict[int, FrameType]]]:
         ("nn/functional.py", "linear", True, "python"),
     ],
 )
-def test_position_tells_communication_from_computation(
+def test_position_separates_communication_from_computation(
     frame_in: Callable[..., dict[int, FrameType]], file: str, function: str, waiting: bool, wanted: str
 ) -> None:
     at = flight.position(frame_in(file, function), 1, waiting=waiting)

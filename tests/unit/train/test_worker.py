@@ -50,7 +50,7 @@ def test_every_missing_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         RankEnvironment.from_environment()
 
 
-def test_a_worker_without_environment_says_how_to_start_it(
+def test_a_worker_without_environment_names_the_command(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)

@@ -339,7 +339,9 @@ def left_out(folder: RunFolder) -> RunFolder:
     return folder
 
 
-def test_every_view_says_what_was_left_out(left_out: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_view_reports_what_was_left_out(
+    left_out: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
     train = io.StringIO()
     view = console(left_out, train, total_steps=10, json_output=True)
     view.poll()

@@ -111,7 +111,7 @@ def test_what_needs_attention_comes_first(shown: ViewState) -> None:
     ]
 
 
-def test_an_empty_run_says_what_is_missing(tmp_path: Path) -> None:
+def test_an_empty_run_shows_what_is_missing(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "empty")
     folder.control.mkdir(parents=True)
     nothing = ViewState(read_view(folder), time.time(), None, 1, None, "", None)

@@ -22,7 +22,7 @@ from seatrial.hardware.networks import find_network
 from seatrial.job.job import Job
 from seatrial.job.loading import load_job
 from seatrial.plan.model.cluster import Cluster
-from seatrial.plan.model.place import hardware_of
+from seatrial.plan.model.hardware import hardware_of
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.report.answer import Answer, PlanOptions, answer
 from seatrial.plan.report.waterfall import Waterfall, waterfall_of
@@ -54,7 +54,7 @@ def told(name: str = "qwen2.5-7b-h200", *overrides: str, price: float | None = 3
 
 
 @cache
-def voyage() -> Waterfall:
+def reference() -> Waterfall:
     ending = told().forecast
     assert ending is not None
     return waterfall_of(ending.finish.waterfall)
@@ -69,7 +69,9 @@ def pictures(width: float = WIDTH) -> dict[str, Element]:
     assert a.weak is not None
     assert a.strong is not None
     return {
-        "waterfall": waterfall_svg(voyage(), title="Where <the> FLOPs & go", subtitle="a < b", width=width),
+        "waterfall": waterfall_svg(
+            reference(), title="Where <the> FLOPs & go", subtitle="a < b", width=width
+        ),
         "scaling": scaling_svg([a.weak, a.strong], title="Scaling <of> & more", width=width),
         "memory": account_svg(
             account(a.job.architecture, a.own.recipe, stack=a.stack),
@@ -122,7 +124,7 @@ def test_nothing_stands_outside_the_picture(name: str, of: float) -> None:
 
 def test_long_title_is_elided_when_drawn_but_whole_in_svg_title() -> None:
     name = "a" * 60 + "b" * 60
-    svg = waterfall_svg(voyage(), title=name)
+    svg = waterfall_svg(reference(), title=name)
     title = svg.find("title")
     assert title is not None
     assert title.text == name
@@ -132,19 +134,19 @@ def test_long_title_is_elided_when_drawn_but_whole_in_svg_title() -> None:
     assert drawn.endswith("bbb")
 
 
-def test_every_bar_says_its_name_share_and_time() -> None:
-    shown = texts(waterfall_svg(voyage(), title="t"))
-    for bar in voyage().bars:
+def test_every_bar_has_its_name_share_and_time() -> None:
+    shown = texts(waterfall_svg(reference(), title="t"))
+    for bar in reference().bars:
         assert bar.name in shown
         assert bar.words.replace("-", "\N{MINUS SIGN}") in shown
         assert seconds(bar.seconds) in shown
-    assert voyage().too_small in " ".join(shown)
+    assert reference().too_small in " ".join(shown)
 
 
 def test_bars_stand_one_below_the_other_on_a_terminal() -> None:
-    wide, narrow = waterfall_lines(voyage(), 110), waterfall_lines(voyage(), 60)
+    wide, narrow = waterfall_lines(reference(), 110), waterfall_lines(reference(), 60)
     assert all(len(line) <= 110 for line in wide)
-    assert len(wide) == len(narrow) == len(voyage().bars)
+    assert len(wide) == len(narrow) == len(reference().bars)
     assert not any("█" in line for line in narrow)
     assert all("█" in line or "▐" in line for line in wide)
     ends = [len(line) for line in wide[:-1]]
@@ -184,13 +186,13 @@ def test_a_png_of_the_right_size_and_the_same_each_time(name: str) -> None:
 
 def test_a_png_shows_the_text_of_a_title_and_no_formula() -> None:
     pytest.importorskip("matplotlib")
-    plain, dollars = (png(waterfall_svg(voyage(), title=title)) for title in ("x", r"$\nothing$"))
+    plain, dollars = (png(waterfall_svg(reference(), title=title)) for title in ("x", r"$\nothing$"))
     assert plain != dollars  # as a formula it would be an error
 
 
 def test_a_png_draws_bars_above_the_lines_of_the_axis() -> None:
     image = pytest.importorskip("matplotlib.image")
-    picture = waterfall_svg(voyage(), title="t")
+    picture = waterfall_svg(reference(), title="t")
     bar = next(e for e in picture.iter("rect") if e.get("class") == "st-peak")
     x, y, width, height = (float(bar.get(k, 0)) for k in ("x", "y", "width", "height"))
     pixels = image.imread(io.BytesIO(png(picture)))
@@ -199,11 +201,11 @@ def test_a_png_draws_bars_above_the_lines_of_the_axis() -> None:
     assert abs(row - wanted).max() < 0.01
 
 
-def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_error_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("matplotlib", "matplotlib.figure", "matplotlib.backends.backend_agg"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(InputError) as caught:
-        png(waterfall_svg(voyage(), title="t"))
+        png(waterfall_svg(reference(), title="t"))
     assert caught.value.exit_code == 2
     assert "seatrial[plots]" in caught.value.render()
 
@@ -232,7 +234,7 @@ def test_an_account_without_a_layout_is_no_picture() -> None:
 # -- the page
 
 
-def test_the_page_needs_nothing_else_and_says_everything() -> None:
+def test_the_page_is_self_contained_and_complete() -> None:
     html = page(told(), smallest(job()), verdict="fits <here> & there", tone="good")
     assert html.startswith("<!doctype html>")
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|<script|src=|url\(|@import|href=", html)
@@ -278,7 +280,7 @@ def test_page_and_terminal_name_the_same_cluster() -> None:
 
 
 @pytest.mark.cluster  # slow
-def test_the_page_says_how_the_batch_goes_through() -> None:
+def test_the_page_shows_how_the_batch_is_divided() -> None:
     html = page(told("qwen2.5-72b-b300"), verdict="v")
     assert "tensor 8 x pipeline 2 x shard 8, 1f1b; 32 microbatches of 8, async_tensor</div>" in html
 

@@ -94,7 +94,7 @@ def test_fewer_ranks_than_the_job_has_are_not_compared(tmp_path: Path) -> None:
     assert "no prediction: 6 ranks ran, the job has 8" in told(run_on(tmp_path, "NVIDIA H200", 6))
 
 
-def test_damaged_files_are_said(tmp_path: Path) -> None:
+def test_damaged_files_are_reported(tmp_path: Path) -> None:
     folder = run_on(tmp_path, "NVIDIA H200")
     folder.job_toml.write_text("[train]\nsteps = 40\nglobal_batch = 256\nsequence_length = 4096\n")
     assert "no prediction: job.toml cannot be used" in told(folder)

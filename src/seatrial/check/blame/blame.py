@@ -285,7 +285,7 @@ def _gpus(case: Case) -> Iterator[Blame]:
 
 
 def suspects(layout: Layout, state: State, alive: Bools) -> tuple[Bools, Bools]:
-    """Ports, (N, R), and nodes by their all-reduce, (N,), that are neither cleared nor found guilty yet."""
+    """Ports, (N, R), and nodes by their all-reduce, (N,), that are neither cleared nor blamed yet."""
     ports = layout.usable & alive[:, None] & ~state.good & (state.proof < state.needed)
     nodes = alive & ~layout.excused & ~state.together & (state.together_proof < state.needed)
     # A node with bad rails needs no further evidence.

@@ -1,11 +1,11 @@
 """Infers the state of ports, leaf switches and nodes from measured pairs. Pure: rounds in, states out.
 
 The reasoning rests on one fact: interference only ever makes a flow slower. So one good reading clears everything on
-its path, and a slow one accuses all of it. A port is found guilty by slow readings with partners that other readings
+its path, and a slow one makes all of it suspect. A port is blamed by slow readings with partners that other readings
 have cleared: by at least three, and by as many as needed to rule out that disturbed flows meet in one port by chance
-(`PairRounds._needed`); how often flows are disturbed is measured between good ends. A leaf switch is found guilty if at
+(`PairRounds._needed`); how often flows are disturbed is measured between good ends. A leaf switch is blamed if at
 least three quarters of its ports (at least three ports) never had a good reading; its ports are then judged by what the
-others below it reach. Uplinks are found guilty if traffic within the leaf is good and at least three quarters of the
+others below it reach. Uplinks are blamed if traffic within the leaf is good and at least three quarters of the
 traffic that leaves it is slow while all nodes send.
 """
 
@@ -22,7 +22,7 @@ from seatrial.check.blame.rounds import Round
 MOST = 0.75  # share of a leaf's ports, its flows, a node's rails that blames the leaf, its uplinks, the node
 FEWEST = 3  # and the minimum number of them
 PROOF = 3  # minimum number of slow readings with good partners
-_CHANCE = 1e-3  # ports of a cluster that may be accused by chance in one check, on average
+_CHANCE = 1e-3  # ports of a cluster that may be blamed by chance in one check, on average
 _READ = 3  # readings of a port before its leaf is judged by it
 _UPPER = 75  # percentile: the usual value if a minority is worse
 
@@ -142,10 +142,10 @@ class PairRounds:
         reach = np.minimum(at[a], at[b])
         slow = share < suspect * reach
         uplinks, hints = self._uplinks(a, b, share, slow, loaded, good)
-        # Traffic over guilty uplinks proves nothing against a port.
+        # Traffic over blamed uplinks proves nothing against a port.
         over = np.zeros(slow.shape, dtype=bool)
-        guilty = [leaf for first, (_, others) in uplinks.items() for leaf in (first, *others)]
-        for leaf in {*guilty, *hints}:
+        blamed = [leaf for first, (_, others) in uplinks.items() for leaf in (first, *others)]
+        for leaf in {*blamed, *hints}:
             over |= (leaves[a] == leaf) != (leaves[b] == leaf)
         proof = np.zeros(leaves.shape, dtype=np.int64)
         against = slow & ~over
@@ -224,20 +224,20 @@ class PairRounds:
         late, value = slow[row, rail], share[row, rail]
         size = leaves.max(initial=0) + 1
         rest = np.ones(len(row), dtype=bool)
-        guilty: dict[int, tuple[float, tuple[int, ...]]] = {}
+        blamed: dict[int, tuple[float, tuple[int, ...]]] = {}
         hints: set[int] = set()
         while True:
             all_ = np.bincount(one[rest], minlength=size) + np.bincount(other[rest], minlength=size)
             bad = rest & late
             lates = np.bincount(one[bad], minlength=size) + np.bincount(other[bad], minlength=size)
             part = np.where(lates >= FEWEST, lates / np.maximum(all_, 1), 0.0)
-            if not guilty:
+            if not blamed:
                 hints = {
                     int(leaf) for leaf in np.flatnonzero((part >= 0.5) | ((lates >= 2) & (lates == all_)))
                 }
             worst = int(np.argmax(part)) if size else 0
             if not size or part[worst] < MOST:
-                return guilty, hints - set(guilty)
+                return blamed, hints - set(blamed)
             mine = bad & ((one == worst) | (other == worst))
             # A leaf that took part in exactly these flows fits as well.
             same = [
@@ -245,7 +245,7 @@ class PairRounds:
                 for leaf in np.flatnonzero(part >= MOST)
                 if leaf != worst and np.array_equal(mine, bad & ((one == leaf) | (other == leaf)))
             ]
-            guilty[worst] = (float(np.median(value[mine])), tuple(same))
+            blamed[worst] = (float(np.median(value[mine])), tuple(same))
             rest &= ~((one == worst) | (other == worst))
 
     def _collectives(self, share: Floats, rate: float) -> tuple[Bools, Floats, Ints, float]:

@@ -1,7 +1,7 @@
 """The check of a whole cluster: nodes by themselves, pairs in rounds, groups, and the suspected causes.
 
 The rounds: one within the leaf switches, one between them with all nodes sending, one or two more of those if uplinks
-are in doubt; then suspects with nodes known to be good, until each is cleared or found guilty; then all-reduces over 4,
+are in doubt; then suspects with nodes known to be good, until each is cleared or blamed; then all-reduces over 4,
 8, 16, ... all remaining nodes. Only the last kind grows with the number of nodes, logarithmically. Nothing here
 measures: a `Bench` does, real or simulated.
 """
@@ -94,10 +94,9 @@ class Report:
     findings: tuple[Finding, ...]
     blames: tuple[Blame, ...]
     rounds: Rounds
-    unsettled: tuple[str, ...]  # suspects that could be neither cleared nor found guilty
-    case: Case | None = field(
-        default=None, compare=False
-    )  # the knowledge at the end; None if no pair was measured
+    unsettled: tuple[str, ...]  # suspects that could be neither cleared nor blamed
+    # The knowledge at the end; None if no pair was measured.
+    case: Case | None = field(default=None, compare=False)
 
 
 def most_pair_rounds(nodes: int) -> int:
@@ -221,26 +220,26 @@ class _Check:
         most = most_pair_rounds(len(self.names)) + (_EXTRA_ROUNDS if self.thresholds.shared else 0)
         for variant in range(most - len(self.rounds.rounds)):
             state = self.rounds.state()
-            accused, good = self._accused(state)
-            if not accused.any():
+            suspected, good = self._suspected(state)
+            if not suspected.any():
                 return
             self._measure_pairs(
                 "suspects",
-                with_good(accused, good, self.layout.leaves, self.rounds.measured(), variant),
+                with_good(suspected, good, self.layout.leaves, self.rounds.measured(), variant),
                 loaded=False,
             )
 
     def _measurable(self) -> Ints:
         return np.flatnonzero(self.alive & self.able)
 
-    def _accused(self, state: State) -> tuple[Bools, Bools]:
+    def _suspected(self, state: State) -> tuple[Bools, Bools]:
         """Suspected and cleared, (N, R + 2): by rail, by all-reduce, by a missing answer."""
         ports, nodes = suspects(self.layout, state, self.alive)
         silent: Bools = np.logical_and(self.alive, self.misses > 0)
-        accused: Bools = np.column_stack([ports, nodes, silent])
+        suspected: Bools = np.column_stack([ports, nodes, silent])
         good: Bools = np.column_stack([state.good, state.together, ~silent])
         able = (self.alive & self.able)[:, None]
-        return np.logical_and(accused, able), np.logical_and(good, able)
+        return np.logical_and(suspected, able), np.logical_and(good, able)
 
     def _measure_pairs(self, purpose: str, pairs: Ints, *, loaded: bool) -> None:
         if not len(pairs):
@@ -268,17 +267,17 @@ class _Check:
         self.alive &= ~gone
 
     def _unsettled(self, state: State) -> list[str]:
-        accused, _ = self._accused(state)
+        suspected, _ = self._suspected(state)
         left = []
-        for node in map(int, np.flatnonzero(accused.any(axis=1))):
-            rails = [d for d, bad in zip(self.stage.devices, accused[node], strict=False) if bad]
+        for node in map(int, np.flatnonzero(suspected.any(axis=1))):
+            rails = [d for d, bad in zip(self.stage.devices, suspected[node], strict=False) if bad]
             left.append(f"{self.names[node]} {' '.join(rails)}".strip())
-            self.findings.append(self._unsettled_finding(node, left[-1], state, accused[node]))
+            self.findings.append(self._unsettled_finding(node, left[-1], state, suspected[node]))
         return left
 
-    def _unsettled_finding(self, node: int, what: str, state: State, accused: Bools) -> Finding:
+    def _unsettled_finding(self, node: int, what: str, state: State, suspected: Bools) -> Finding:
         """Slow rails are a fact, although the culprit could be the other end; without a reading nothing is known."""
-        rails = accused[: len(self.stage.devices)]
+        rails = suspected[: len(self.stage.devices)]
         shares = state.share[node][rails]
         why = "no known-good node was left to pair it with, or its readings are inconsistent"
         target = Target(node=self.names[node])

@@ -101,13 +101,13 @@ def with_good(suspects: Bools, good: Bools, leaves: Ints, met: set[tuple[int, in
     leaf are preferred (nothing else is then on the path), and ones that were not the partner before (`met`). Suspects
     without a good node left are paired with each other, with other partners each `variant`.
     """
-    accused = np.flatnonzero(suspects.any(axis=1))
+    suspected = np.flatnonzero(suspects.any(axis=1))
     free: Bools = np.logical_not(suspects.any(axis=1))
     rails = leaves.shape[1]
     pairs: list[tuple[int, int]] = []
     left: list[int] = []
     # Nodes with the most suspect ports first: partners for them are hardest to find.
-    for node in sorted(accused, key=lambda n: -int(suspects[n].sum())):
+    for node in sorted(suspected, key=lambda n: -int(suspects[n].sum())):
         wanted = suspects[node]
         can: Bools = np.logical_and(free, good[:, wanted].all(axis=1))
         can[node] = False

@@ -30,6 +30,7 @@ _DEEPEST = 8  # folders below one that was named
 _SAMPLE_LINES = 200  # lines of a host to inspect when deciding whether they are a tool's output
 _FENCE = re.compile(r"^\s*(?:```|~~~)\s*\w*\s*$")
 _SYSTEM = ("sys", "class", "infiniband", "proc", "var", "log")  # path components that are not node names
+# Folders that hold node folders.
 _HEAPS = (
     "logs",
     "out",
@@ -40,7 +41,7 @@ _HEAPS = (
     "data",
     "nodes",
     "hosts",
-)  # folders that hold node folders
+)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ class CheckRun:
     """What was done to produce a report.
 
     `nodes` are the nodes that were asked; `seconds` is wall time by stage, including "total"; `rounds` is by kind of
-    round. `unsettled` could be neither cleared nor found guilty. `measured` is JSON: rates, as listed in docs/check.md.
+    round. `unsettled` could be neither cleared nor blamed. `measured` is JSON: rates, as listed in docs/check.md.
     """
 
     nodes: tuple[str, ...]

@@ -10,7 +10,7 @@ from importlib.resources import files
 from typing import Any, Literal
 
 from seatrial.check.judging.findings import Direction, Expected, Verdict
-from seatrial.hardware.catalogue import find_gpu
+from seatrial.hardware.catalogue import find_gpu, normal_name
 
 Board = Literal["switch", "bridge", "mesh", "none", "xgmi"]
 What = Literal["nvlink_copy", "all_reduce", "host_to_device", "gemm_bf16"]
@@ -138,7 +138,7 @@ def skus() -> tuple[Sku, ...]:
         found.append(
             Sku(
                 entry["name"],
-                tuple(_normal(n) for n in names),
+                tuple(normal_name(n) for n in names),
                 entry["board"],
                 tuple(entry.get("counts", ())),
                 entry.get("links"),
@@ -155,8 +155,8 @@ def find_sku(name: str | None) -> Sku | None:
     if name is None:
         return None
     gpu = find_gpu(name)
-    wanted = {_normal(name), "" if gpu is None else _normal(gpu.name)}
-    return next((s for s in skus() if wanted & {_normal(s.name), *s.names}), None)
+    wanted = {normal_name(name), "" if gpu is None else normal_name(gpu.name)}
+    return next((s for s in skus() if wanted & {normal_name(s.name), *s.names}), None)
 
 
 @cache
@@ -177,7 +177,3 @@ def highest(what: What, algorithms: Iterable[str]) -> Floor | None:
     wanted = set(algorithms)
     fit = [f for s in skus() for f in s.floors if f.what == what and f.algorithm in wanted]
     return max(fit, key=lambda f: f.value, default=None)
-
-
-def _normal(name: str) -> str:
-    return " ".join(name.split()).casefold().removeprefix("nvidia ")

@@ -36,7 +36,7 @@ from typing import Any
 
 from seatrial.base import process
 from seatrial.base.address import interface_towards
-from seatrial.base.event_loop import Watching
+from seatrial.base.event_loop import EventLoop
 from seatrial.base.lines import Channel
 from seatrial.base.signals import SignalQueue
 from seatrial.check.live.agent_tasks import Task, executes, last_lines, listens, start
@@ -62,7 +62,7 @@ class Agent:
         self.signals = SignalQueue((signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP, signal.SIGINT))
         self.listener = socket.create_server(("", 0), backlog=128)
         self.listener.setblocking(False)
-        self.sources = Watching()
+        self.sources = EventLoop()
         self.sources.watch(conductor, self._orders)
         self.sources.watch(self.signals, self._on_signals)
         self.sources.watch(self.listener, self._accept)

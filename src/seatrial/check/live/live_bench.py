@@ -46,9 +46,8 @@ class HostProblems:
 
     unable: dict[int, str] = field(default_factory=dict)
     failed: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
-    stage: dict[int, str] = field(
-        default_factory=dict
-    )  # no result of the node stage although the agent replies
+    # No result of the node stage although the agent replies.
+    stage: dict[int, str] = field(default_factory=dict)
     versions: dict[int, str] = field(default_factory=dict)
 
 

@@ -214,9 +214,11 @@ def judge_gpu_presence(facts: Facts, node: str, *, wanted: bool) -> Iterator[Fin
     asked = facts["gpus"] is not None and problem is None
     # A container shows the host's whole bus, and a scheduler's job device files of others' GPUs, which it cannot open.
     files = (facts["gpus"] or {}).get("files") or {}
-    ours = [name for name, said in files.items() if said not in ("EPERM", "EACCES")]
+    ours = [name for name, result in files.items() if result not in ("EPERM", "EACCES")]
     if asked and len(shown) < len(ours):
-        bad = ", ".join(f"{name}: {said}" for name, said in files.items() if name in ours and said != "ok")
+        bad = ", ".join(
+            f"{name}: {result}" for name, result in files.items() if name in ours and result != "ok"
+        )
         text = f"/dev has {len(ours)} GPUs, the driver shows {len(shown)}" + (f" ({bad})" if bad else "")
         expected = Expected(len(ours), "GPUs", "/dev/nvidia*")
         yield Finding("NOD018", "FAIL", target, text, len(shown), "GPUs", expected)

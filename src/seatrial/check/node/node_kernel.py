@@ -7,11 +7,10 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from seatrial.base.kernel_files import KMSG, KMSG_RECORD_BYTES
 from seatrial.check.node.run_tool import Order, run_tool
 from seatrial.check.outputs.kernel_text import is_relevant
 
-KMSG = Path("/dev/kmsg")
-_RECORD_BYTES = 8192  # the most that the kernel returns at once; a smaller buffer is refused
 _RECORDS = 200_000  # more than any ring buffer holds: stops at a device that never ends
 _LARGEST_BYTES = 16 << 20
 _TIMEOUT_S = 5.0
@@ -73,7 +72,7 @@ def _records(path: Path) -> tuple[list[str] | None, str | None, bool]:
             return lines, None, _begins_late(lines)
         for _ in range(_RECORDS):
             try:
-                record = os.read(fd, _RECORD_BYTES)
+                record = os.read(fd, KMSG_RECORD_BYTES)
             except BlockingIOError:
                 break
             except BrokenPipeError:

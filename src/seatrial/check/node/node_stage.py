@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from seatrial.base.files import parse_json
+from seatrial.base.kernel_files import KMSG
 from seatrial.base.process import python
 from seatrial.check.node import node_gpu
 from seatrial.check.node.node_clock import read_clock
 from seatrial.check.node.node_inventory import read_inventory
-from seatrial.check.node.node_kernel import KMSG, read_kernel_log
+from seatrial.check.node.node_kernel import read_kernel_log
 from seatrial.check.node.node_limits import read_limits
 from seatrial.check.node.node_ports import fabric_of, mlxlink_orders, read_interface, read_ports
 from seatrial.check.node.node_storage import read_storage

@@ -1,16 +1,13 @@
-"""NVIDIA's management library, by the package nvidia-ml-py: each value is queried separately, and none is an error.
-
-NVML hangs when the driver hangs, so it is only used in processes that may be killed (probe_nvml.py, probe_rates.py).
-"""
+"""What a check reads of GPUs by NVML, in probe_nvml.py and probe_rates.py: each value is queried separately."""
 
 from __future__ import annotations
 
 import ctypes
-import importlib
 from collections.abc import Mapping
 from typing import Any
 
 from seatrial.check.outputs.gpu_state import HELD_DOWN, GpuState, reasons
+from seatrial.hardware.nvml import CLOCK_SM, Library, clock_reasons
 from seatrial.hardware.xid import address
 
 # nvmlDeviceGpuRecoveryAction_t
@@ -25,7 +22,7 @@ _HEALTH = {
 _SINCE_LOADED = 0  # NVML_VOLATILE_ECC
 _UNCORRECTED = 1
 _DRAM, _SRAM = 2, 7  # NVML_MEMORY_LOCATION_*
-_CLOCK_SM, _CLOCK_MEMORY = 1, 2
+_CLOCK_MEMORY = 2
 _LINKS = 18  # NVML_NVLINK_MAX_LINKS
 
 
@@ -42,25 +39,8 @@ class _Fabric(ctypes.Structure):
     )
 
 
-class Nvml:
-    """The initialised library. Raises OSError with the reason if it cannot be initialised."""
-
-    def __init__(self) -> None:
-        try:
-            self._lib: Any = importlib.import_module("pynvml")
-        except ImportError:
-            raise OSError("the package nvidia-ml-py is not installed") from None
-        try:
-            self._lib.nvmlInit()
-        except self._lib.NVMLError as error:
-            raise OSError(f"NVML: {error}") from None
-
-    def ask(self, name: str, *arguments: Any) -> Any:
-        """Call a function of the library; None if it fails or does not exist."""
-        try:
-            return getattr(self._lib, name)(*arguments)
-        except (self._lib.NVMLError, AttributeError, TypeError):
-            return None  # TypeError: in another version of the package the function takes other arguments
+class Nvml(Library):
+    """What a check asks NVML."""
 
     def text(self, name: str, *arguments: Any) -> str | None:
         """ask() for a string: older packages return bytes."""
@@ -74,8 +54,8 @@ class Nvml:
     def handle(self, index: int) -> Any:
         """A GPU's handle. Raises OSError for one the driver cannot open, such as one that has fallen off the bus."""
         try:
-            return self._lib.nvmlDeviceGetHandleByIndex(index)
-        except self._lib.NVMLError as error:
+            return self.module.nvmlDeviceGetHandleByIndex(index)
+        except self.module.NVMLError as error:
             raise OSError(str(error)) from None
 
     def pci(self, handle: Any) -> str | None:
@@ -84,19 +64,12 @@ class Nvml:
         bus_id = None if info is None else info.busId
         return bus_id.decode() if isinstance(bus_id, bytes) else bus_id
 
-    def reasons(self, handle: Any) -> int | None:
-        """Why the clocks are not higher: bits of gpu_state.REASONS."""
-        value = self.ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
-        if value is None:
-            value = self.ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
-        return None if value is None else int(value)
-
     def now(self, handle: Any) -> dict[str, Any]:
         """Current values. MHz, watts, degrees Celsius."""
         power = self.ask("nvmlDeviceGetPowerUsage", handle)
         return {
-            "reasons": self.reasons(handle),
-            "sm_mhz": self.ask("nvmlDeviceGetClockInfo", handle, _CLOCK_SM),
+            "reasons": clock_reasons(self.ask, handle),
+            "sm_mhz": self.ask("nvmlDeviceGetClockInfo", handle, CLOCK_SM),
             "memory_mhz": self.ask("nvmlDeviceGetClockInfo", handle, _CLOCK_MEMORY),
             "pcie_gen": self.ask("nvmlDeviceGetCurrPcieLinkGeneration", handle),
             "pcie_width": self.ask("nvmlDeviceGetCurrPcieLinkWidth", handle),
@@ -108,7 +81,7 @@ class Nvml:
         """The limits of the current values."""
         power = self.ask("nvmlDeviceGetEnforcedPowerLimit", handle)
         return {
-            "sm_mhz": self.ask("nvmlDeviceGetMaxClockInfo", handle, _CLOCK_SM),
+            "sm_mhz": self.ask("nvmlDeviceGetMaxClockInfo", handle, CLOCK_SM),
             "memory_mhz": self.ask("nvmlDeviceGetMaxClockInfo", handle, _CLOCK_MEMORY),
             "pcie_gen": self.ask("nvmlDeviceGetMaxPcieLinkGeneration", handle),
             "pcie_width": self.ask("nvmlDeviceGetMaxPcieLinkWidth", handle),
@@ -142,7 +115,7 @@ class Nvml:
         return GpuState(
             pci=None if pci is None else address(pci),
             name=name or None,
-            alike={what: said for what, said in alike.items() if said},
+            alike={what: text for what, text in alike.items() if text},
             uncorrectable={
                 "sram_uncorrectable": self._uncorrected(handle, _SRAM),
                 "dram_uncorrectable": self._uncorrected(handle, _DRAM),
@@ -219,7 +192,7 @@ class Nvml:
         return {
             "fabric_state": _FABRIC_STATES[info.state],
             "fabric_status": status if info.state == 3 else None,  # nvml.h: valid only once it has completed
-            "fabric_health": {name: said for name, said in values.items() if said is not None},
+            "fabric_health": {name: value for name, value in values.items() if value is not None},
         }
 
 

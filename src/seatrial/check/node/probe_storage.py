@@ -34,9 +34,8 @@ def measure(folder: str, size: int, seconds: float, name: str) -> dict[str, Any]
         started_at = time.perf_counter()
         written = 0
         while written < size and time.perf_counter() - started_at < seconds:
-            block[:8] = written.to_bytes(
-                8, "little"
-            )  # no two blocks alike, because of file systems that deduplicate
+            # No two blocks alike, because of file systems that deduplicate.
+            block[:8] = written.to_bytes(8, "little")
             done = os.write(fd, block)
             if done != _BLOCK:
                 raise OSError(errno.ENOSPC, "short write")

@@ -186,9 +186,8 @@ class _Call:
         for stream in self.streams.values():
             stream.close()
         if self._child is not None and self.ended == "stuck":
-            self._child.returncode = -int(
-                signal.SIGKILL
-            )  # Popen must not warn about a child that cannot be ended
+            # Popen must not warn about a child that cannot be ended.
+            self._child.returncode = -int(signal.SIGKILL)
 
     def result(self) -> Result:
         assert self.ended is not None

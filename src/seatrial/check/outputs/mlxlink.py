@@ -10,6 +10,7 @@ from seatrial.check.judging.findings import Expected, Finding, Target, Verdict
 from seatrial.check.outputs.finding_collector import FindingCollector
 from seatrial.check.outputs.network import damaged
 from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool, read_json
+from seatrial.check.outputs.topology import IB_SPEEDS
 
 _PAIR = re.compile(r"^(?P<name>\S[^:]*?)\s*:\s?(?P<value>.*?)\s*$")
 _LONGEST = 45  # characters of a name; longer text is a sentence
@@ -20,8 +21,7 @@ _NO_ISSUE = re.compile(r"No issue was observed\.?")
 _NEEDED = ("State", "Physical state", "Speed", "Width")
 _DOWN = ("Disable", "Disabled", "Polling", "Down", "Close port", "Port PLL Down")
 _UP = ("LinkUp", "ETH_AN_FSM_ENABLE", "Phy Test Up", "ETH_FORCE_FSM")
-# Slowest first. IB: InfiniBand Architecture Specification; Ethernet as mlxlink prints it.
-_IB = ("SDR", "DDR", "QDR", "FDR10", "FDR", "EDR", "HDR", "NDR", "XDR")
+# "IB-": InfiniBand Architecture Specification; Ethernet as mlxlink prints it.
 _SPEED = re.compile(
     r"^(?:IB-(?P<ib>[A-Z0-9]+)|(?:BaseTx\d*|Base\w*)?(?P<eth>\d+(?:\.\d+)?)(?P<unit>[GM])\w*)$"
 )
@@ -152,8 +152,8 @@ def _state(facts: LinkFacts, add: FindingCollector) -> None:
 
 def _rank(speed: str) -> float | None:
     """Sort key that grows with the speed; None if it is not a speed. No port has both InfiniBand and Ethernet."""
-    if (name := speed.removeprefix("IB-")) in _IB:
-        return float(_IB.index(name))
+    if (name := speed.removeprefix("IB-")) in IB_SPEEDS:
+        return float(IB_SPEEDS.index(name))
     found = _SPEED.match(speed)
     if found is None or found["eth"] is None:
         return None
@@ -194,7 +194,7 @@ def _speed(facts: LinkFacts, add: FindingCollector) -> None:
         expected = Expected(best, "", "the fastest that port and cable support, from mlxlink")
         text = f"runs at {speed}, port and cable support {best}"
         add("FAIL", text, line, code="NET002", measured=speed, expected=expected)
-    narrow = width == "1x" or (width == "2x" and (_rank(speed) or 0) < _IB.index("NDR"))
+    narrow = width == "1x" or (width == "2x" and (_rank(speed) or 0) < IB_SPEEDS.index("NDR"))
     if narrow and speed.startswith("IB-"):
         expected = Expected("4x", "", "the width of a port up to HDR; NDR and later are also sold with 2x")
         text = f"runs over {width} instead of 4x lanes"

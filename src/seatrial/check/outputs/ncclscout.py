@@ -190,9 +190,8 @@ def _check_results(facts: ScoutFacts) -> None:
 
 def judge(facts: ScoutFacts, context: Context) -> list[Finding]:
     """One finding per node that is slow in its best pair or unreachable; PASS if all are good and accounted for."""
-    add = FindingCollector(
-        facts.file, Context(), "NET009"
-    )  # about pairs: the node that ran it is none of them
+    # About pairs: the node that ran it is none of them.
+    add = FindingCollector(facts.file, Context(), "NET009")
     add.found += damaged(facts.damage, facts.file, "ncclscout")
     measured = [p.gb_s for p in facts.pairs if p.gb_s is not None]
     usual = median(measured) if measured else None

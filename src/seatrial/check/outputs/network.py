@@ -21,9 +21,8 @@ FABRIC_RATES_GBIT_S = tuple(sorted({nic.gbit_s for nic in nics()}))
 class NetworkContext(Context):
     """`Context` plus what other sources say about the node's ports."""
 
-    rates_gbit_s: Mapping[str, float] = field(
-        default_factory=dict
-    )  # device -> rate of its port, one direction
+    # device -> rate of its port, one direction.
+    rates_gbit_s: Mapping[str, float] = field(default_factory=dict)
     port_gbit_s: float | None = None  # rate that every fabric port must have, given by the user
     fabric_ports: int | None = None  # number that the node must have, by the plan or its siblings
 

@@ -12,7 +12,7 @@ from seatrial.check.judging.findings import Finding, Target
 from seatrial.check.outputs.finding_collector import FindingCollector, having
 from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool
 from seatrial.check.ranges import listed
-from seatrial.hardware.counters import LIMITS, saturated
+from seatrial.hardware.counters import LIMIT_OF, saturated
 
 _TITLE = re.compile(
     r"# Port (?P<kind>extended )?counters: (?P<where>.{0,80}?) ?port (?P<port>\d{1,3})(?: \(CapMask: 0x[0-9A-F]+(?: CapMask2: 0x[0-9A-F]+)?\))?\s*"
@@ -26,7 +26,6 @@ _NAMES = {
     "PortXmitDiscards": "port_xmit_discards", "LocalLinkIntegrityErrors": "local_link_integrity_errors",
     "ExcessiveBufferOverrunErrors": "excessive_buffer_overrun_errors",
 }  # fmt: skip
-_LIMITS = {limit.counter: limit for limit in LIMITS}
 
 
 @dataclass
@@ -76,9 +75,9 @@ def judge(facts: PerfFacts, context: Context) -> list[Finding]:
             add("UNJUDGED", f"no {(lacking or ['PortRcvPkts'])[0]}: truncated", query.line, target=target)
         for name, counter in _NAMES.items():
             value, line = query.values.get(name, (0, query.line))
-            if value >= _LIMITS[counter].least:
+            if value >= LIMIT_OF[counter].least:
                 full = "its maximum, so the true count is unknown"
-                more = full if saturated(counter, value) else _LIMITS[counter].reason
+                more = full if saturated(counter, value) else LIMIT_OF[counter].reason
                 text = f"{name} {value}, and one reading does not show whether it increases: {more}"
                 add("UNJUDGED", text, line, target=target, measured=value)
     if not any(n in q.values for q in facts.queries for n in _NAMES):

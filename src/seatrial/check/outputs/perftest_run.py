@@ -84,9 +84,8 @@ class Run:
     loopback: bool = False
     complete: bool = False
     rows: tuple[Row, ...] = ()
-    settings: dict[str, str] = field(
-        default_factory=dict
-    )  # "device", "number of qps", "link type", in small letters
+    # "device", "number of qps", "link type", in small letters.
+    settings: dict[str, str] = field(default_factory=dict)
     damage: tuple[tuple[str, int | None], ...] = ()
 
     @property

@@ -10,6 +10,7 @@ import re
 from seatrial.check.outputs.finding_collector import having
 from seatrial.check.outputs.ibstat import judge
 from seatrial.check.outputs.ports import PortFacts, PortsFacts, inventory
+from seatrial.check.outputs.sysfs import STATES
 from seatrial.check.outputs.tool import Lines, ParseError, Tool
 from seatrial.hardware import counters
 
@@ -17,7 +18,6 @@ _LINK = re.compile(
     r"(?:link |\d+/\d+: )(?P<device>[\w.-]+)/(?P<port>\d{1,3}):? (?:(?P<ib>subnet_prefix \S+ lid \d+ sm_lid \d+ lmc \d+) )?"
     r"state (?P<state>[A-Z_]+) physical_state (?P<physical>[A-Z_]+)(?: netdev (?P<netdev>\S+))?(?: netdev_index \d+)?\s*(?:\[.*\])?\s*"
 )
-_STATES = ("NOP", "DOWN", "INIT", "ARMED", "ACTIVE", "ACTIVE_DEFER")
 # Name in rdma -> name in ibstat and sysfs.
 _PHYSICAL = {
     "NOP": "No state change",
@@ -36,7 +36,7 @@ def parse(lines: Lines, file: str) -> PortsFacts:
     ports: list[PortFacts] = []
     for number, line in lines:
         found = _LINK.fullmatch(line)
-        if found is None or found["state"] not in _STATES or found["physical"] not in _PHYSICAL:
+        if found is None or found["state"] not in STATES or found["physical"] not in _PHYSICAL:
             continue
         lines.claim(number)
         layer = "InfiniBand" if found["ib"] else "Ethernet" if found["netdev"] else None

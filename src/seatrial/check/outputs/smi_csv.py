@@ -50,11 +50,8 @@ _PATHS = {
 }  # fmt: skip
 _HEAD = {"driver_version": "driver_version", "count": "attached_gpus"}  # of the whole node
 _REASONS = re.compile(r"clocks_(?:event|throttle)_reasons\.active")
-_YES_NO = (
-    "retired_pages.pending",
-    "remapped_rows.pending",
-    "remapped_rows.failure",
-)  # some versions print 0 and 1
+# Some versions print 0 and 1.
+_YES_NO = ("retired_pages.pending", "remapped_rows.pending", "remapped_rows.failure")
 
 
 def _cells(line: str) -> list[str]:

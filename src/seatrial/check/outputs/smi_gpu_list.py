@@ -56,9 +56,8 @@ class Gpu:
     uuid: str
     line: int
     links: list[Link] = field(default_factory=list)
-    counters: dict[tuple[int, str], tuple[int, int]] = field(
-        default_factory=dict
-    )  # (link, name in lower case) -> value, line
+    # (link, name in lower case) -> value, line.
+    counters: dict[tuple[int, str], tuple[int, int]] = field(default_factory=dict)
     info: dict[str, tuple[str, int]] = field(default_factory=dict)
     inactive: int | None = None  # line stating that all links are inactive
     unsupported: int | None = None  # line stating that the GPU has no NVLink

@@ -44,7 +44,6 @@ class ParseError(InputError):
         file: str,
         line: int | None = None,
         source_line: str | None = None,
-        hint: str = "",
     ) -> None:
         super().__init__(
             Diagnostic(
@@ -54,7 +53,7 @@ class ParseError(InputError):
                 column=None if source_line is None else 1,
                 length=len(source_line or ""),
                 source_line=source_line,
-                hint=hint or "collect the complete output again",
+                hint="collect the complete output again",
             )
         )
 

@@ -94,7 +94,7 @@ _RATE = re.compile(r"\b(?P<rate>\d+x(?:[A-Z]+\d*))\s*$")
 AGGREGATION = re.compile(r"aggregation node", re.IGNORECASE)  # SHARP's own port inside a switch, not a node
 _LANES = re.compile(r"(?P<lanes>\d+)x(?P<speed>.*)")
 # From slowest to fastest.
-_SPEEDS = ("SDR", "DDR", "QDR", "FDR10", "FDR", "EDR", "HDR", "NDR", "XDR")
+IB_SPEEDS = ("SDR", "DDR", "QDR", "FDR10", "FDR", "EDR", "HDR", "NDR", "XDR")
 
 
 def parse_ibnetdiscover(text: str, source: str) -> Topology:
@@ -198,7 +198,7 @@ def _speed(rate: str) -> tuple[int, int]:
     found = _LANES.match(rate)
     assert found is not None
     speed = found["speed"]
-    return (_SPEEDS.index(speed) if speed in _SPEEDS else len(_SPEEDS), int(found["lanes"]))
+    return (IB_SPEEDS.index(speed) if speed in IB_SPEEDS else len(IB_SPEEDS), int(found["lanes"]))
 
 
 # -- Slurm's topology.conf (topology.conf(5), topology/tree)

@@ -25,14 +25,14 @@ from seatrial.base.errors import (
     EXIT_PREEMPTED,
     InputError,
 )
-from seatrial.base.event_loop import Watching
+from seatrial.base.event_loop import EventLoop
 from seatrial.base.lines import Channel
 from seatrial.base.signals import SignalQueue
-from seatrial.control.agent.attendance import Attendance
 from seatrial.control.agent.environment import NodeEnvironment, assignments
 from seatrial.control.agent.errors import tail_of, with_error
 from seatrial.control.agent.inspect import Inspection
 from seatrial.control.agent.journal import Journal
+from seatrial.control.agent.launcher_link import LauncherLink
 from seatrial.control.agent.local_settings import resolve_auto
 from seatrial.control.agent.member import Member
 from seatrial.control.agent.ports import free_port
@@ -68,7 +68,9 @@ class Agent:
         self.outcome: msg.Outcome | None = None
         self.generation = 0  # the one that its workers run
         self.stopping: int | None = None  # generation that is to stop
-        self.left: msg.Left | None = None  # how all its workers left this generation, once they have
+        self.left: msg.GenerationLeft | None = (
+            None  # how all its workers left this generation, once they have
+        )
         self._hello_sent: msg.AgentJoins | None = None  # our last hello
         self.resigned = -1  # term in which we resigned as coordinator because we could reach too few nodes
         self.wanted: msg.Why | None = None  # how its launcher wants the run to end
@@ -76,10 +78,10 @@ class Agent:
         self.ends_at = float("inf")  # when it exits in any case because of that signal
         self._asked_to_end: list[int] = []  # each SIGTERM and SIGINT
         self._look_at = 0.0  # when to look again for an outcome in the run folder
-        self.sources = Watching()
+        self.sources = EventLoop()
         self.watch, self.unwatch = self.sources.watch, self.sources.unwatch
         self.signals = SignalQueue((signal.SIGCHLD, *_LEAVE))
-        self.launcher = None if launcher is None else Attendance(launcher)
+        self.launcher = None if launcher is None else LauncherLink(launcher)
         self.watch(self.signals, self._on_signals)
         if self.launcher is not None:
             self.watch(self.launcher, self._on_launcher)
@@ -147,7 +149,7 @@ class Agent:
                 self._on_time()
         finally:
             self._clean_up()
-        self._to_launcher(msg.Bye())
+        self._to_launcher(msg.AgentFinished())
         return self._status()
 
     def _status(self) -> int:
@@ -307,11 +309,11 @@ class Agent:
             self._send(msg.Ready())
         held = self.snapshot_service.held()
         if held != hello.held:
-            self._send(msg.Held(held))
+            self._send(msg.HeldSnapshots(held))
         if leaving is not None and hello.leaving is None:
             self._send(leaving)
         if self.wanted is not None:
-            self._send(msg.Asked(self.wanted))
+            self._send(msg.EndRequested(self.wanted))
         self.journal.resend()
 
     def _has_workers(self) -> bool:
@@ -349,7 +351,7 @@ class Agent:
                 self.workers.start(order.generation, {}, in_place=False)
             case msg.Distrust():
                 self.snapshot_service.generation_started(order.generation + 1, order.step)
-            case msg.Forget():
+            case msg.RolledBack():
                 self.snapshot_service.forget(order.generation, order.step)
             case msg.Stop():
                 self._stop(order)
@@ -368,14 +370,14 @@ class Agent:
                 self.workers.settled(order)
             case msg.Outcome():
                 self._end(order)
-            case msg.Go():
+            case msg.ReleaseAgent():
                 self.over = "left"
             case msg.Replaced():
                 complain(f"another agent has joined as node {self.spec.node}: this one exits")
                 self.over = "replaced"
 
     def _start(self, order: msg.Start) -> None:
-        generation_specs = {
+        rank_specs = {
             local: msg.RankSpec(
                 generation=order.generation,
                 rank=rank,
@@ -394,7 +396,7 @@ class Agent:
             )
             for local, rank in enumerate(order.ranks)
         }
-        self.workers.start(order.generation, generation_specs, in_place=order.in_place)
+        self.workers.start(order.generation, rank_specs, in_place=order.in_place)
 
     def _stop(self, order: msg.Stop) -> None:
         self.stopping = order.generation
@@ -433,7 +435,7 @@ class Agent:
                 self._send(message)
             case msg.Parked(step=step, message=text):
                 self.journal.send(msg.RankParked(*about, step, text))
-            case msg.Finding():
+            case msg.StepFinding():
                 of: dict[str, Any] = {"rank": worker.rank, "local": worker.local}
                 self.journal.send(msg.RankFinding(**of, **vars(message)))
             case msg.RankRecord():
@@ -487,7 +489,7 @@ class Agent:
                 return
             endings.add(worker.how)
         if len(endings) == 1:
-            self.left = msg.Left(self.generation, endings.pop(), free_port())
+            self.left = msg.GenerationLeft(self.generation, endings.pop(), free_port())
             self.journal.send(self.left)
 
     # -- launcher, signals, end
@@ -508,7 +510,7 @@ class Agent:
 
     def _on_end_request(self, why: msg.Why) -> None:
         self.wanted = why  # the next coordinator must receive it too
-        if not self.member.send(msg.Asked(why)) and why != "preempt":
+        if not self.member.send(msg.EndRequested(why)) and why != "preempt":
             self.over = why  # there is no coordinator and nothing to save: stop at once
 
     def _on_signals(self) -> None:

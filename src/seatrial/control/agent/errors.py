@@ -18,7 +18,7 @@ _TAIL_BYTES = 16384
 
 def with_error(exited: RankExited, folder: RunFolder, worker: Worker) -> RankExited:
     """`exited` with the rank's error, its log, and the log's last lines or the error's traceback."""
-    error = read_rank_error(folder.rank_error(worker.generation, worker.generation_spec.node, worker.rank))
+    error = read_rank_error(folder.rank_error(worker.generation, worker.rank_spec.node, worker.rank))
     text = (error and error.traceback) or ""
     tail = last_lines(text, 2 * _TAIL_LINES) or tail_of(worker.log)
     return replace(exited, log=str(worker.log), tail=tail, error=error)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from seatrial.control.machine.types import MOST_GRACES
 
-LOOK_S = 0.05  # between two readings of the load
+SAMPLE_S = 0.05  # between two readings of the load
 
 
 def crowded(loadavg: str = "/proc/loadavg") -> bool:
@@ -27,40 +27,40 @@ def crowded(loadavg: str = "/proc/loadavg") -> bool:
 
 
 class Grace:
-    """A grace period of `seconds`; not `patient`: by the clock alone. Call `over` at least at every `deadline`."""
+    """A grace period of `seconds`; not `extend`: by the clock alone. Call `over` at least at every `deadline`."""
 
     def __init__(
         self,
         seconds: float,
         *,
-        patient: bool = True,
+        extend: bool = True,
         clock: Callable[[], float] = time.monotonic,
         crowded: Callable[[], bool] = crowded,
     ) -> None:
         self._clock, self._crowded = clock, crowded
-        self._looked = clock()
+        self._sampled_at = clock()
         self._left = seconds
-        self._end = self._looked + (MOST_GRACES if patient else 1) * seconds
+        self._end = self._sampled_at + (MOST_GRACES if extend else 1) * seconds
 
-    def shorten(self, seconds: float, *, patient: bool = True) -> None:
+    def shorten(self, seconds: float, *, extend: bool = True) -> None:
         """Limit it to `seconds` from now on."""
         self._left = min(self._left, seconds)
-        self._end = min(self._end, self._clock() + (MOST_GRACES if patient else 1) * seconds)
+        self._end = min(self._end, self._clock() + (MOST_GRACES if extend else 1) * seconds)
 
     @property
     def deadline(self) -> float:
         """When to call `over` again, on the clock."""
-        return min(self._looked + min(self._left, LOOK_S), self._end)
+        return min(self._sampled_at + min(self._left, SAMPLE_S), self._end)
 
     def over(self) -> bool:
         """Whether it has passed."""
         now = self._clock()
         if now >= self._end:
             return True
-        if now >= self._looked + min(self._left, LOOK_S):
+        if now >= self._sampled_at + min(self._left, SAMPLE_S):
             # The current load stands for all the time since the last reading, of which at most two intervals count: if
             # it was longer, we had to wait for a CPU ourselves.
             if not self._crowded():
-                self._left -= min(now - self._looked, 2 * LOOK_S)
-            self._looked = now
+                self._left -= min(now - self._sampled_at, 2 * SAMPLE_S)
+            self._sampled_at = now
         return self._left <= 0

@@ -9,8 +9,6 @@ lost its right that long ago, therefore knows that the agent has stopped its wor
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +23,6 @@ _DIAL_S = 1.0  # or half of `silence_s`, if that is longer: the coordinator may 
 _TURN_S = 0.25  # delay between the claims of successive agents, so that they rarely collide
 _CLAIM_S = 10.0  # a lease folder that refuses files for this long will not recover by waiting
 _RESIGNED = 10.0  # times silence_s: no new claim for this long after resigning
-_REFUSED = os.strerror(errno.ECONNREFUSED)
 
 
 class Member:
@@ -228,8 +225,7 @@ class Member:
                 self.valid_until = min(self.valid_until, self._greeted_at + self._silence_s)
                 self._joined()
             case "refused":
-                refused = self.dialing.why == _REFUSED
-                self._gave_no_answer(dead=refused)
+                self._gave_no_answer(dead=self.dialing.nothing_listens)
 
     def _gave_no_answer(self, *, dead: bool = False) -> None:
         """Handle an unreachable lease holder. If nothing listens at its address its process is dead; otherwise the

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from seatrial.base import process
-from seatrial.base.still import LOOK_S, Stillness
+from seatrial.base.stalled import SAMPLE_S, StalledProcesses
 from seatrial.control.agent.worker import Worker
 from seatrial.control.agent.workers import Workers
 
@@ -34,15 +34,15 @@ class Watchdog:
         """
         self._workers, self._helpers, self._parent = workers, helpers, parent
         self._rank_stopped, self._report = rank_stopped, report
-        self._still = Stillness()
+        self._stalled = StalledProcesses()
         self._reported: set[int] = set()
-        self.deadline = time.monotonic() + LOOK_S
+        self.deadline = time.monotonic() + SAMPLE_S
 
     def tick(self) -> None:
         """Check the processes if a check is due."""
         if time.monotonic() < self.deadline:
             return
-        self.deadline = time.monotonic() + LOOK_S
+        self.deadline = time.monotonic() + SAMPLE_S
         workers = {w.pid: w for w in self._workers.workers.values() if w.alive and w.pid is not None}
         names = self._helpers()
         if self._workers.fork_server is not None:
@@ -51,13 +51,13 @@ class Watchdog:
             names[self._parent] = "launcher"
         # While the fork server imports torch it must make progress; afterwards it idles until it gets a request.
         imports = None if self._workers.fork_server_ready else self._workers.fork_server
-        still = self._still.look({pid: pid == imports for pid in (*workers, *names)})
+        stalled = self._stalled.find({pid: pid == imports for pid in (*workers, *names)})
         if self._workers.ask_fork_server() > _ANSWER_CHECKS and self._workers.fork_server is not None:
-            still.setdefault(
-                self._workers.fork_server, f"has not answered for {_ANSWER_CHECKS * LOOK_S:.0f} s"
+            stalled.setdefault(
+                self._workers.fork_server, f"has not answered for {_ANSWER_CHECKS * SAMPLE_S:.0f} s"
             )
-        self._reported &= still.keys()
-        for pid, why in still.items():
+        self._reported &= stalled.keys()
+        for pid, why in stalled.items():
             if pid in workers:
                 self._on_rank(workers[pid], why)
             else:

@@ -20,7 +20,7 @@ class Worker:
     generation: int
     rank: int
     token: str
-    generation_spec: RankSpec
+    rank_spec: RankSpec
     state: State = "starting"
     pid: int | None = None
     channel: Channel | None = None

@@ -101,33 +101,33 @@ class Workers:
         self._unanswered_pings += 1
         return self._unanswered_pings
 
-    def start(self, generation: int, generation_specs: Mapping[int, msg.RankSpec], *, in_place: bool) -> None:
+    def start(self, generation: int, rank_specs: Mapping[int, msg.RankSpec], *, in_place: bool) -> None:
         """Start each local number on its generation. Parked workers continue in place where allowed; others are new."""
         self._grace = None
         if self.fork_server is None:
             self.start_fork_server()
         for local, worker in list(self.workers.items()):
-            if local not in generation_specs:
+            if local not in rank_specs:
                 self._kill(worker)  # there is no rank for it in this generation
-        for local, generation_spec in generation_specs.items():
+        for local, rank_spec in rank_specs.items():
             old = self.workers.get(local)
             if old is not None and in_place and old.waits and old.listens:
-                self._continue(old, generation, generation_spec)
+                self._continue(old, generation, rank_spec)
                 continue
             if old is not None:
                 self._kill(old)  # replaced, and no longer listed when it is reaped
-            self._fork(local, generation, generation_spec)
+            self._fork(local, generation, rank_spec)
 
-    def _continue(self, worker: Worker, generation: int, generation_spec: msg.RankSpec) -> None:
-        worker.generation, worker.rank = generation, generation_spec.rank
-        worker.generation_spec, worker.log = generation_spec, Path(generation_spec.log)
+    def _continue(self, worker: Worker, generation: int, rank_spec: msg.RankSpec) -> None:
+        worker.generation, worker.rank = generation, rank_spec.rank
+        worker.rank_spec, worker.log = rank_spec, Path(rank_spec.log)
         worker.state, worker.how, worker.signalled = "running", "done", None
         worker.step = worker.validating = 0
-        self._post_generation_spec(worker)
+        self._post_rank_spec(worker)
         self._started(worker, in_place=True)
 
-    def _post_generation_spec(self, worker: Worker) -> None:
-        _post(worker, worker.generation_spec)
+    def _post_rank_spec(self, worker: Worker) -> None:
+        _post(worker, worker.rank_spec)
         if self._yield is not None and self._yield.generation == worker.generation:
             _post(worker, self._yield)
 
@@ -135,9 +135,9 @@ class Workers:
         about = (worker.generation, worker.rank, worker.local, worker.pid)
         self.report(worker, msg.RankStarted(*about, in_place=in_place))
 
-    def _fork(self, local: int, generation: int, generation_spec: msg.RankSpec) -> None:
-        worker = Worker(local, generation, generation_spec.rank, secrets.token_hex(16), generation_spec)
-        worker.log = Path(generation_spec.log)
+    def _fork(self, local: int, generation: int, rank_spec: msg.RankSpec) -> None:
+        worker = Worker(local, generation, rank_spec.rank, secrets.token_hex(16), rank_spec)
+        worker.log = Path(rank_spec.log)
         try:
             process.make_log_folder(worker.log)
         except (
@@ -147,13 +147,13 @@ class Workers:
         self.workers[local] = worker
         environment = assignments(
             self.spec.worker_environment(
-                rank=generation_spec.rank,
+                rank=rank_spec.rank,
                 local_rank=local,
-                world_size=generation_spec.world_size,
-                slot=generation_spec.slot,
-                slots=generation_spec.slots,
-                master_addr=generation_spec.master_addr,
-                master_port=generation_spec.master_port,
+                world_size=rank_spec.world_size,
+                slot=rank_spec.slot,
+                slots=rank_spec.slots,
+                master_addr=rank_spec.master_addr,
+                master_port=rank_spec.master_port,
             )
         )
         environment |= {"SEATRIAL_SUPERVISOR": self._name, "SEATRIAL_SUPERVISOR_TOKEN": worker.token}
@@ -200,9 +200,9 @@ class Workers:
             if park and worker.runs:
                 _post(worker, msg.Abandon(generation))
         if self._grace is None:
-            self._grace = Grace(grace_s, patient=park)
+            self._grace = Grace(grace_s, extend=park)
         else:
-            self._grace.shorten(grace_s, patient=park)
+            self._grace.shorten(grace_s, extend=park)
         for worker in self.at_work(generation):
             if worker.state == "starting":
                 self._kill(worker)  # it has not received its generation spec yet: nothing can be lost
@@ -280,7 +280,7 @@ class Workers:
         if worker.state == "starting":
             worker.state = "running"
         self._watch(channel, lambda: self._on_worker(worker))
-        self._post_generation_spec(worker)
+        self._post_rank_spec(worker)
         self._receive(worker, lambda: messages[1:])
 
     def _worker_of(self, values: dict[str, Any]) -> Worker | None:
@@ -444,9 +444,8 @@ def _user_of(sock: socket.socket) -> int:
 def _execute_fork_server(command: list[str], keep: list[int]) -> int:
     for fd in keep:
         os.set_inheritable(fd, True)
-    one_thread = dict.fromkeys(
-        THREADS, "1"
-    )  # libraries start theirs on import, and the server could not fork
+    # Libraries start theirs on import, and the server could not fork.
+    one_thread = dict.fromkeys(THREADS, "1")
     os.execve(command[0], command, clean_environment(os.environ) | one_thread)
 
 

@@ -281,9 +281,9 @@ class Coordinator:
                 peer.offer_port = message.offer_port
                 self._handle(m.Stopped(now, message.generation, peer.node))
                 self.ending.stopped(peer.node)
-            case msg.Left():
+            case msg.GenerationLeft():
                 self._left(peer, message)
-            case msg.Held():
+            case msg.HeldSnapshots():
                 self.snapshots.held(peer.node, message.snapshots)
             case msg.Part():
                 self.snapshots.part(message)
@@ -303,7 +303,7 @@ class Coordinator:
             case msg.NodeLeaving():
                 self._report_leaving(peer.node, message)
                 self._handle(m.Leaving(now, peer.node, message.grace_s))
-            case msg.Asked():
+            case msg.EndRequested():
                 self._handle(m.StopAsked(now, message.why))
 
     def _lost(self, node: int, certain: bool, cause: str) -> None:
@@ -427,7 +427,7 @@ class Coordinator:
         back = finding.data.get("went_back_to")
         if back is not None:
             for other in self.peers.nodes():
-                self.peers.send(other, msg.Forget(finding.generation, back))
+                self.peers.send(other, msg.RolledBack(finding.generation, back))
         if rule.action in ("ignore", "record") or not self._current(finding.generation):
             return
         for rank in blamed:
@@ -452,7 +452,7 @@ class Coordinator:
                 self.executor.gpus[peer.node] = signal.gpu
             self._fail(peer.node, None, signal.signal, signal.message)
 
-    def _left(self, peer: Peer, left: msg.Left) -> None:
+    def _left(self, peer: Peer, left: msg.GenerationLeft) -> None:
         peer.offer_port = left.offer_port
         self._handle(m.Finished(time.monotonic(), left.generation, peer.node, left.how))
 

@@ -119,7 +119,7 @@ class Executor:
                 self._peers.send(action.node, msg.Drain(action.cause))
             case m.Release():
                 self._recorder.event("node_left", f"node {action.node} leaves cleanly", node=action.node)
-                self._peers.send(action.node, msg.Go())
+                self._peers.send(action.node, msg.ReleaseAgent())
             case m.Evict():
                 self._recorder.event(
                     "node_evicted",

@@ -11,8 +11,8 @@ from pydantic import BaseModel
 from seatrial.base.complain import complain
 from seatrial.base.files import parse_json, read_bytes
 from seatrial.control.agent.spec import AgentSpec
-from seatrial.control.machine.types import How
 from seatrial.job.shapes import Shape
+from seatrial.record.messages import Ending
 
 Pairs = list[tuple[int, int]]
 
@@ -45,7 +45,7 @@ class MachineMemory(BaseModel):
     shape: int
     slots: Pairs
     started: bool
-    finished: list[tuple[int, How]]
+    finished: list[tuple[int, Ending]]
     reason: str
     saved: bool
     progressed: bool

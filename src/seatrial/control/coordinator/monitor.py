@@ -23,9 +23,8 @@ from seatrial.control.coordinator.recorder import Recorder
 from seatrial.record import messages as msg
 
 MODULE = "seatrial.watch.monitor"
-ENDS_S = (
-    1.5  # at most, once the run is over: a launcher kills agents that have not ended 2 s after the outcome
-)
+# At most, once the run is over: a launcher kills agents that have not ended 2 s after the outcome.
+ENDS_S = 1.5
 
 _AFTER_STEP_S = 3.0  # after the first step: until then it would compete with the start of the ranks
 _WITHOUT_STEP_S = 30.0  # after the first generation has begun

@@ -7,8 +7,6 @@ everything that it started; if something does, the agent is alive and will recon
 
 from __future__ import annotations
 
-import errno
-import os
 import selectors
 import time
 from collections.abc import Callable
@@ -24,7 +22,6 @@ _PROBE_S = 1.0
 _PROBE_AGAIN_S = 0.05
 _FLUSH_S = 1.0
 _STALL_S = 0.5  # ticks are normally closer together than this
-_REFUSED = os.strerror(errno.ECONNREFUSED)
 
 
 @dataclass
@@ -221,7 +218,7 @@ class Peers:
             return
         probe.close()
         peer.probe = None
-        if probe.why == _REFUSED:
+        if probe.nothing_listens:
             self._lose(peer, certain=True, cause="its agent exited")
         elif progress == "refused" and time.monotonic() < peer.probe_until:
             # Connection reset: a child that was being forked may have held its listening socket open a moment longer.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +12,6 @@ from seatrial.record import messages as msg
 
 _AGAIN_S = 0.1
 _DIAL_S = 1.0
-_REFUSED = os.strerror(errno.ECONNREFUSED)
 
 
 class RejoinProbe:
@@ -87,7 +84,7 @@ class RejoinProbe:
             self._watch(probe, lambda: self._answered(node), probe.events)
             return
         self._end(node)
-        if probe.why == _REFUSED and node in self._roster:
+        if probe.nothing_listens and node in self._roster:
             self.joined(node)
             self._lost(node, True, "its agent exited")
 

@@ -8,7 +8,8 @@ import os
 import stat
 from pathlib import Path
 
-_RECORD_BYTES = 8192  # more than the kernel gives at once; a smaller buffer would be refused
+from seatrial.base.kernel_files import KMSG_RECORD_BYTES
+
 _RECORDS_AT_ONCE = 1000  # a flood of messages must not block the reader's other work
 _FILE_BYTES = 1 << 20
 _LONGEST_LINE = 8192
@@ -93,7 +94,7 @@ class KernelLog:
         lines = []
         for _ in range(_RECORDS_AT_ONCE):
             try:
-                record = os.read(self._fd, _RECORD_BYTES)
+                record = os.read(self._fd, KMSG_RECORD_BYTES)
             except BlockingIOError:
                 break
             except OSError as error:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,13 +29,13 @@ from seatrial.hardware.counters import (
     parse_nvlink_errors,
     read_ports,
 )
+from seatrial.hardware.nvml import CLOCK_SM, Ask, Library
 from seatrial.hardware.xid import address
 from seatrial.record.node_counters import GpuCounters, GpuUse, PortCounters, write_counters
 
 SMI_TIMEOUT_S = 20.0
 NVLINK_INTERVAL_S = 60.0  # nvidia-smi costs a good part of a second of CPU
 _EVENT_WAIT_MS = 1000
-_CLOCK_SM = 1  # NVML_CLOCK_SM
 _TENSOR_ACTIVE = 5  # NVML_GPM_METRIC_ANY_TENSOR_UTIL: percent of the time
 _BUSY_PERCENT = 50  # of a sample's time with a kernel running; an idle GPU lowers its clock
 # A persisting fault is reported again after this long: one that is tolerated at first then counts as repeated.
@@ -118,7 +117,11 @@ def watch_gpus(interval_s: float, file: Path | None, only: Collection[str] | Non
     def body(channel: Channel) -> None:
         send = channel.send
         send({"alive": "starting NVML"})
-        events = _XidEvents.start()
+        events: _XidEvents | str
+        try:
+            events = _XidEvents()
+        except OSError as error:
+            events = str(error)
         send({"nvml": events if isinstance(events, str) else None})
         send({"alive": "nvidia-smi, the GPUs' addresses"})
         addresses = _addresses()
@@ -163,14 +166,21 @@ def watch_gpus(interval_s: float, file: Path | None, only: Collection[str] | Non
     return body
 
 
-class _XidEvents:
-    """NVML's Xid events of all GPUs. Needs the package nvidia-ml-py; errors of NVML are returned as text."""
+class _XidEvents(Library):
+    """NVML's Xid events of all GPUs."""
 
-    def __init__(self, nvml: Any) -> None:
-        self._nvml = nvml
-        self._set = nvml.nvmlEventSetCreate()
+    def __init__(self) -> None:
+        """Raises OSError, as `Library`, and if the events cannot be registered."""
+        super().__init__()
         self._pci: dict[int | None, str] = {}
         self.handles: dict[str, Any] = {}  # by PCI address
+        try:
+            self._register(self.module)
+        except self.module.NVMLError as error:
+            raise OSError(f"NVML: {error}") from None
+
+    def _register(self, nvml: Any) -> None:
+        self._set = nvml.nvmlEventSetCreate()
         for index in range(nvml.nvmlDeviceGetCount()):
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
             nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, self._set)
@@ -180,38 +190,19 @@ class _XidEvents:
             self._pci[_pointer(handle)] = address(text) or text
             self.handles[address(text) or text] = handle
 
-    @classmethod
-    def start(cls) -> _XidEvents | str:
-        try:
-            nvml = importlib.import_module("pynvml")
-        except ImportError:
-            return "the package nvidia-ml-py is not installed"
-        try:
-            nvml.nvmlInit()
-            return cls(nvml)
-        except nvml.NVMLError as error:
-            return f"NVML: {error}"
-
-    def ask(self, name: str, *arguments: Any) -> Any:
-        """Call a function of NVML; None if it fails or does not exist."""
-        try:
-            return getattr(self._nvml, name)(*arguments)
-        except (self._nvml.NVMLError, AttributeError, TypeError):
-            return None  # TypeError: in another version of the package the function takes other arguments
-
     def wait(self) -> tuple[int, str] | str | None:
         """The next event's code and PCI address; None if none came for a second; an error text if NVML failed."""
         try:
-            data = self._nvml.nvmlEventSetWait_v2(self._set, _EVENT_WAIT_MS)
-        except self._nvml.NVMLError as error:
-            return None if error.value == self._nvml.NVML_ERROR_TIMEOUT else f"NVML: {error}"
+            data = self.module.nvmlEventSetWait_v2(self._set, _EVENT_WAIT_MS)
+        except self.module.NVMLError as error:
+            return None if error.value == self.module.NVML_ERROR_TIMEOUT else f"NVML: {error}"
         return int(data.eventData), self._pci.get(_pointer(data.device), "unknown")
 
 
 class _TensorActive:
     """How much of the time a GPU's tensor cores are busy: the driver's GPM counters, of Hopper and later."""
 
-    def __init__(self, ask: Callable[..., Any], handle: Any) -> None:
+    def __init__(self, ask: Ask, handle: Any) -> None:
         self._ask, self._handle = ask, handle
         support = ask("nvmlGpmQueryDeviceSupport", handle)
         samples = [ask("nvmlGpmSampleAlloc"), ask("nvmlGpmSampleAlloc")]
@@ -266,7 +257,7 @@ class _GpuUsage:
         active = {}
         for gpu, handle in self._handles.items():
             used = self._ask("nvmlDeviceGetUtilizationRates", handle)
-            mhz = self._ask("nvmlDeviceGetClockInfo", handle, _CLOCK_SM)
+            mhz = self._ask("nvmlDeviceGetClockInfo", handle, CLOCK_SM)
             busy = used is not None and used.gpu >= _BUSY_PERCENT
             active[gpu] = self._tensor[gpu].sample(busy=busy)
             if busy and mhz is not None:

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from seatrial.base.kernel_files import KMSG
 from seatrial.control.agent.external import Body, Child, Message
 from seatrial.control.hardware.kernel_log import KernelLog
 from seatrial.control.hardware.probe import SMI_TIMEOUT_S, watch_gpus, watch_ports
 from seatrial.control.hardware.xid_gate import GatedSignal, XidGate
 from seatrial.hardware.xid import XidMessage, address, catalogue, parse
 
-KMSG = Path("/dev/kmsg")
 INFINIBAND = Path("/sys/class/infiniband")
 DRIVER = Path("/proc/driver/nvidia")
 
@@ -29,7 +29,7 @@ _SXID_DETAIL = re.compile(r"Severity [0-9]|Data \{")
 _GPUS = "GPUs"  # the probe that queries the driver
 _NOT_YET = "NVML has not answered yet"
 _FILE_INTERVAL_S = 0.25  # a plain file must be polled
-_PATIENCE_S = 10.0  # a probe that is silent for this long beyond the time it may take counts as hung
+_SILENT_S = 10.0  # a probe that is silent for this long beyond the time it may take counts as hung
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class Sources:
             "severity": message.severity,
             "link": message.link,
             "subcode": message.subcode,
-            "with": list(gated.companions) or None,
+            "with": list(gated.other_codes) or None,
             "swallowed": gated.swallowed or None,
         }
         return Signal(
@@ -266,7 +266,7 @@ class _Probe:
     def silent_at(self, now: float) -> float:
         """When it has been silent for too long."""
         heard = now if self._heard_at is None else self._heard_at
-        return heard + self._longest_s + _PATIENCE_S
+        return heard + self._longest_s + _SILENT_S
 
     def problem(self, now: float) -> str | None:
         """Why it no longer works; None while it does."""

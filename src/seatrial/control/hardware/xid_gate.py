@@ -29,7 +29,7 @@ class GatedSignal:
 
     signal: str
     message: XidMessage
-    companions: tuple[int, ...]
+    other_codes: tuple[int, ...]
     source: Source
     swallowed: int
 
@@ -81,17 +81,17 @@ class XidGate:
     def _emit(self, ready: Iterable[_Waiting], now: float) -> Iterable[GatedSignal]:
         for waiting in ready:
             message = waiting.message
-            companions = self._companions(message, now)
-            signal = signal_of_xid(message, companions)
+            other_codes = self._other_codes(message, now)
+            signal = signal_of_xid(message, other_codes)
             key = (signal, message.pci)
             quiet = RECORD_BURST_S if rule_for(signal).action in ("ignore", "record") else BURST_S
             if key in self._given and now - self._given[key] < quiet:
                 self._swallowed[key] += 1
                 continue
             self._given[key] = now
-            yield GatedSignal(signal, message, companions, waiting.source, self._swallowed.pop(key, 0))
+            yield GatedSignal(signal, message, other_codes, waiting.source, self._swallowed.pop(key, 0))
 
-    def _companions(self, message: XidMessage, now: float) -> tuple[int, ...]:
+    def _other_codes(self, message: XidMessage, now: float) -> tuple[int, ...]:
         if message.kind != "xid":
             return ()
         recent = {code for when, code, _ in self._seen[message.pci] if now - when <= COMPANION_S}

@@ -23,7 +23,6 @@ from seatrial.control.machine.roster import Roster
 from seatrial.control.machine.types import (
     Action,
     Drain,
-    Ending,
     Event,
     Evict,
     Failed,
@@ -31,7 +30,6 @@ from seatrial.control.machine.types import (
     Finished,
     Flush,
     Flushed,
-    How,
     Joined,
     Leaving,
     Lost,
@@ -42,8 +40,8 @@ from seatrial.control.machine.types import (
     Requalified,
     Requalify,
     ResetGpu,
+    RunEnding,
     Settings,
-    Severity,
     Start,
     Stop,
     StopAsked,
@@ -51,6 +49,8 @@ from seatrial.control.machine.types import (
     Tick,
     Yield,
 )
+from seatrial.record.events import Severity
+from seatrial.record.messages import Ending
 from seatrial.record.states import WAIT_REPORTED_S
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Machine:
         self.shape = 0
         self.slots = {slot: slot for slot in range(settings.slots)}
         self.started = False  # whether any generation was started in this run
-        self.finished: dict[int, How] = {}  # node of this generation -> how its ranks exited
+        self.finished: dict[int, Ending] = {}  # node of this generation -> how its ranks exited
         self.roster = Roster()
         self.counts = Counts()
         self._highest = self.generation  # highest generation that was started or reported
@@ -548,7 +548,7 @@ class Machine:
         self.phase, self._flush_by = "flushing", self._now + self.settings.flush_wait_s
         self._actions.append(Flush(self.generation))
 
-    def _finish(self, how: Ending, message: str) -> None:
+    def _finish(self, how: RunEnding, message: str) -> None:
         self._stop(self.roster.running)
         self.phase, self._ending = "finished", [how, message]
         self._actions.append(Finish(how, message))

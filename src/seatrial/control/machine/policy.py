@@ -86,15 +86,15 @@ def signal_of_exception(kind: str, message: str) -> str:
     return "app_error"
 
 
-def signal_of_xid(message: XidMessage, companions: Collection[int] = ()) -> str:
-    """The signal for a driver message; `companions` are the codes from the same GPU at about the same time."""
+def signal_of_xid(message: XidMessage, other_codes: Collection[int] = ()) -> str:
+    """The signal for a driver message; `other_codes` are those from the same GPU at about the same time."""
     if message.kind == "sxid":
         return "sxid" if message.severity is None else f"sxid:{message.severity}"
     name = f"xid:{message.code}"
     if message.benign:
         return f"{name}:benign"
     detail: str | None = message.severity or message.recovery
-    if message.code == 48 and 94 in companions and _NOT_CONTAINED.isdisjoint(companions):
+    if message.code == 48 and 94 in other_codes and _NOT_CONTAINED.isdisjoint(other_codes):
         detail = "contained"
     return f"{name}:{detail}" if detail else name
 

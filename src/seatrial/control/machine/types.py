@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-How = Literal["done", "yielded", "preempted"]
-Why = Literal["preempt", "interrupt", "now"]
-Ending = Literal["done", "failed", "preempted", "interrupted"]
-Severity = Literal["info", "warning", "error"]
+from seatrial.record.events import Severity
+from seatrial.record.messages import Ending, Why
+
+RunEnding = Literal["done", "failed", "preempted", "interrupted"]
 
 # -- events
 
@@ -94,7 +94,7 @@ class Finished:
     time: float
     generation: int
     node: int
-    how: How
+    how: Ending
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +252,7 @@ class Note:
 class Finish:
     """The run ends. Only notes follow; a machine restored from the memory of a finished one repeats it."""
 
-    how: Ending
+    how: RunEnding
     message: str
 
 
@@ -281,14 +281,12 @@ class Settings:
     fence_s: float = 1.0
     """How long a node may still run workers after a Lost that is not certain. The sender of Lost must guarantee this:
     an agent stops its workers by itself `silence_s` after it last knew that the coordinator received it."""
-    stop_grace_s: float = (
-        1.0  # for ranks to abandon their peers; an agent may extend it `MOST_GRACES` times, see grace.py
-    )
+    # For ranks to abandon their peers; an agent may extend it `MOST_GRACES` times, see grace.py.
+    stop_grace_s: float = 1.0
     flush_wait_s: float = 60.0
     preempt_grace_s: float = 60.0  # for the ranks to save and exit
-    leaving_s: float = (
-        3.0  # how long to wait for more nodes to announce that they leave, after the first one did
-    )
+    # How long to wait for more nodes to announce that they leave, after the first one did.
+    leaving_s: float = 3.0
     burst_s: float = 5.0  # the same signal of a node counts once within this time
     in_place: bool = True
     shrink: bool = True

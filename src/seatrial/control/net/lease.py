@@ -189,9 +189,8 @@ class Leases:
         """Claim the term of `lease`, the next after the newest. None if another holder has it, or could not be fenced
         yet: then call `newest` again. Raises OSError if the folder refuses the claim."""
         with contextlib.suppress(FileExistsError):
-            self.disk.mkdir(
-                self._folder
-            )  # not its parents: a removed run folder must not be recreated in part
+            # Not its parents: a removed run folder must not be recreated in part.
+            self.disk.mkdir(self._folder)
         draft = self._folder / f".claim-{socket.gethostname()}-{os.getpid()}-{lease.node}-{lease.term}"
         self.disk.write(draft, json.dumps(dataclasses.asdict(lease)).encode(), durable=True)
         try:

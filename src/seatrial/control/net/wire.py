@@ -10,6 +10,7 @@ changed. Nothing is unpickled.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import json
 import os
@@ -308,6 +309,11 @@ class Outgoing(_Handshake):
             self.why = error.strerror or str(error)
         except (ValueError, OverflowError) as error:  # from a damaged record: invalid address or port
             self.why = str(error)
+
+    @property
+    def nothing_listens(self) -> bool:
+        """Whether the connection was refused: its process has certainly exited."""
+        return self.why == os.strerror(errno.ECONNREFUSED)
 
     @property
     def greeted(self) -> bool:

@@ -203,19 +203,17 @@ def common(
     held: Mapping[int, Sequence[Mapping[str, Any]]],
     layout: Mapping[str, Any],
     world_size: int,
-    *,
-    at_most: int | None = None,
 ) -> Iterator[Common]:
     """The states for which every rank's part, or that of a replica, is available, newest first.
 
     `held`: node -> its `SnapshotBuffers.held()`, for live nodes. Parts of different generations are never combined:
-    they may have the same step but a different history. `at_most`: no step after this one.
+    they may have the same step but a different history.
     """
     key = layout_key(layout)
     found: dict[tuple[int, int], dict[int, list[tuple[bool, int]]]] = {}
     for node, entries in held.items():
         for entry in entries:
-            if entry["layout"] == key and (at_most is None or entry["step"] <= at_most):
+            if entry["layout"] == key:
                 parts = found.setdefault((entry["generation"], entry["step"]), {})
                 parts.setdefault(entry["rank"], []).append((not entry["own"], node))
     at = Layout.from_dict(layout)
@@ -234,8 +232,6 @@ def newest_common(
     held: Mapping[int, Sequence[Mapping[str, Any]]],
     layout: Mapping[str, Any],
     world_size: int,
-    *,
-    at_most: int | None = None,
 ) -> Common | None:
     """The newest of `common`, or None."""
-    return next(common(held, layout, world_size, at_most=at_most), None)
+    return next(common(held, layout, world_size), None)

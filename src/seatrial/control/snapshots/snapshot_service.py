@@ -235,4 +235,4 @@ class SnapshotService:
         return True
 
     def _report_held(self) -> None:
-        self._send(msg.Held(self._snapshot_buffers.held()))
+        self._send(msg.HeldSnapshots(self._snapshot_buffers.held()))

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from seatrial.hardware.counters import NVLINK_LIMITS, Links
+from seatrial.hardware.nvml import CLOCK_SM, Ask, clock_reasons
 from seatrial.record.series import MOST_GPUS, THROTTLE_REASONS, series
 
-Ask = Callable[..., Any]  # a function of NVML by its name; None if it fails or does not exist
-
 # nvml.h
-_CLOCK_SM = 1  # NVML_CLOCK_SM
 _CORE = 0  # NVML_TEMPERATURE_GPU
 _ERRORS, _SINCE_LOADED = {"corrected": 0, "uncorrected": 1}, 0  # NVML_MEMORY_ERROR_TYPE_*, NVML_VOLATILE_ECC
 _REASONS = dict(zip(THROTTLE_REASONS, (0x04, 0x08, 0x40, 0x80, 0x20), strict=True))  # nvmlClocksEventReason*
@@ -38,15 +36,14 @@ class GpuSeries:
         """Read the averaged values. `tensor_active`: PCI address -> share of the time since the last call."""
         for gpu, (pci, handle) in self._gpus.items():
             used = self._ask("nvmlDeviceGetUtilizationRates", handle)
-            mhz = self._ask("nvmlDeviceGetClockInfo", handle, _CLOCK_SM)
+            mhz = self._ask("nvmlDeviceGetClockInfo", handle, CLOCK_SM)
             self._add("gpu_busy_ratio", None if used is None else used.gpu / 100, gpu=gpu)
             self._add("gpu_sm_clock_hertz", None if mhz is None else mhz * 1e6, gpu=gpu)
             self._add("gpu_tensor_active_ratio", tensor_active.get(pci), gpu=gpu)
-            bits = self._ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
-            if bits is None:  # older packages
-                bits = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
-            for reason, bit in _REASONS.items() if bits is not None else ():
-                self._add("gpu_throttle_ratio", float(bits & bit != 0), gpu=gpu, reason=reason)
+            bits = clock_reasons(self._ask, handle)
+            if bits is not None:
+                for reason, bit in _REASONS.items():
+                    self._add("gpu_throttle_ratio", float(bits & bit != 0), gpu=gpu, reason=reason)
 
     def links(self, links: Links, addresses: Mapping[str, str]) -> None:
         """The NVLinks' counters now; `addresses`: GPU's UUID -> PCI address."""

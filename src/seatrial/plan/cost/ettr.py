@@ -42,7 +42,6 @@ class Case:
     memory_interval_s: float = 0.0  # 0: no memory tier
     memory_stall_s: float = 0.0  # cost of a snapshot, spread over its interval
     memory_lag_s: float = 0.0  # until its copy is on the other node
-    disk_extra_s: float = 0.0  # a load from disk takes this much longer than the one in `down_s`
     spares: int = 0
     replacement_s: float = 0.0  # until another node is found if there is no spare
     repair_s: float = 0.0  # mean (exponential) time to repair a lost node of the pool

@@ -44,9 +44,8 @@ class Recipe:
     compiled: bool = False
     # Our trainer: overlaps all-gathers and reduce-scatters with matrix products (`overlap.py`).
     async_tensor: bool = False
-    accumulate: Accumulate = (
-        "whole"  # our trainer, full sharding: "sharded" reduces gradients in every microbatch
-    )
+    # Our trainer, full sharding: "sharded" reduces gradients in every microbatch.
+    accumulate: Accumulate = "whole"
 
     @classmethod
     def of(cls, job: Job) -> Recipe:

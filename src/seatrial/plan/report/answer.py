@@ -19,7 +19,7 @@ from seatrial.plan.cost.overlap import SOURCE as OVERLAP_SOURCE
 from seatrial.plan.cost.predict import Prediction, Share, capacity, predict, stack_for
 from seatrial.plan.cost.step import Traffic, traffic
 from seatrial.plan.model.cluster import Cluster
-from seatrial.plan.model.place import Hardware
+from seatrial.plan.model.hardware import Hardware
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.report.advice import Advice, Predictor, Target, TargetValue, advice, targets
 from seatrial.plan.report.beyond_memory import BeyondMemory, beyond_memory

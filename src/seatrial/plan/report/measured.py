@@ -29,7 +29,7 @@ from seatrial.plan.cost.calibration import Calibration, Entry
 from seatrial.plan.cost.collectives import LARGE_BYTES, LOCAL_SHARE
 from seatrial.plan.cost.kernels import MEMORY_SHARE
 from seatrial.plan.model.cluster import Cluster
-from seatrial.plan.model.place import Hardware
+from seatrial.plan.model.hardware import Hardware
 from seatrial.plan.report.measured_runs import paces
 from seatrial.record.folder import RunFolder
 

@@ -26,7 +26,7 @@ from seatrial.plan.cost.kernels import UnknownSpeedError
 from seatrial.plan.cost.predict import stack_for
 from seatrial.plan.cost.step import step_parts
 from seatrial.plan.model.cluster import Cluster
-from seatrial.plan.model.place import hardware_of
+from seatrial.plan.model.hardware import hardware_of
 from seatrial.plan.model.recipe import Recipe
 from seatrial.record.events import read_events
 from seatrial.record.folder import RunFolder
@@ -41,9 +41,8 @@ NEWEST_STEPS = 200
 MOST_WAITING = 0.05
 # The spread of few runs is shrunk towards the usual one of stacks, as if four more runs had that (bench/plan_accuracy.py).
 USUAL_SPREAD, PRIOR_RUNS = 0.08, 4
-ONE_RUN = math.hypot(
-    USUAL_SPREAD * math.sqrt(PRIOR_RUNS / (PRIOR_RUNS + 1)), ROWS
-)  # the spread after a single run
+# The spread after a single run.
+ONE_RUN = math.hypot(USUAL_SPREAD * math.sqrt(PRIOR_RUNS / (PRIOR_RUNS + 1)), ROWS)
 _MOST_RUNS = 8
 _LATEST = 1e11  # seconds since 1970 (the year 5138): a later record is damaged
 _PACES = (0.05, 20.0)

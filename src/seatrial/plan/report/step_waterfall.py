@@ -130,9 +130,8 @@ def step_waterfall(
     """
     seconds = {**dict.fromkeys(("forward", "pipeline"), 0.0), **account.seconds}
     compute = seconds["forward"] + seconds.get("backward", 0.0)
-    busy = np.median(
-        account.split.passes_s.reshape(pipeline, -1), axis=1
-    )  # the median, so that a straggler does not count as uneven stages
+    # The median, so that a straggler does not count as uneven stages.
+    busy = np.median(account.split.passes_s.reshape(pipeline, -1), axis=1)
     uneven = min(float(busy.max() - busy.mean()), compute)
     seconds["forward"] -= uneven
     seconds["pipeline"] += uneven

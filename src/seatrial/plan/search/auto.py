@@ -29,7 +29,7 @@ from seatrial.plan.cost.memory_fit import MemoryFit, judge
 from seatrial.plan.cost.predict import capacity, stack_for
 from seatrial.plan.cost.step import traffic
 from seatrial.plan.model.cluster import Cluster
-from seatrial.plan.model.place import Hardware
+from seatrial.plan.model.hardware import Hardware
 from seatrial.plan.model.recipe import Recipe, Recompute
 from seatrial.plan.search.legal import refusal
 from seatrial.plan.search.search import MICROBATCHES, RECOMPUTES, TIE_MARGIN, Choice, legal, pair, search

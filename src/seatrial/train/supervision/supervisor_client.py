@@ -117,7 +117,7 @@ class SupervisorClient:
         self, signal: str, step: int, message: str, data: dict[str, Any], blamed: Sequence[int]
     ) -> None:
         """Report that something is wrong with `step`; `blamed` are the ranks that the evidence points to."""
-        self.send(msg.Finding(self._current, signal, step, message, data, list(blamed)))
+        self.send(msg.StepFinding(self._current, signal, step, message, data, list(blamed)))
 
     def parked(self, step: int, message: str) -> None:
         """Report that this rank lost its peers after `step`, left them, and keeps its state for the next generation."""

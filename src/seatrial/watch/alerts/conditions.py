@@ -15,21 +15,21 @@ from statistics import median
 from typing import Any
 
 from seatrial.base import units
+from seatrial.hardware.counters import CONGESTION_SIGNALS
 from seatrial.job.alert_rules import Rule
 from seatrial.record.alerting import Alert
 from seatrial.record.events import Event
 from seatrial.record.series import parse_series
 from seatrial.watch.alerts.situation import Situation
 
-_parsed = lru_cache(maxsize=1 << 14)(
-    parse_series
-)  # cached: all nodes have the same names, evaluated every second
+# Cached: all nodes have the same names, evaluated every second.
+_parsed = lru_cache(maxsize=1 << 14)(parse_series)
 _MOST_LISTED = 32  # nodes with values in the evidence; the alert itself lists all nodes
 _LEAST_BEFORE = 20  # steps needed for a baseline
 _STANDSTILL = ("recovering", "waiting_for_nodes", "step_overdue", "hang_blamed", "checkpoint_overdue")
 _LINK_SIGNALS = ("link_errors", "link_down", "nvlink_errors", "sxid")
-_CONGESTION_SIGNALS = ("congestion", "retransmissions")
-_HELD_BACK = ("hw_slowdown", "hw_thermal", "hw_power_brake", "sw_thermal")
+# Without the software power cap, which is normal under load.
+HELD_BACK = ("hw_slowdown", "hw_thermal", "hw_power_brake", "sw_thermal")
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def _of_kind(kind: str) -> Condition:
 
 
 def _congestion(s: Situation, rule: Rule, held: Alert | None) -> ConditionMatch | None:
-    return _by_events(s, rule, _signals(s, rule, _CONGESTION_SIGNALS))
+    return _by_events(s, rule, _signals(s, rule, CONGESTION_SIGNALS))
 
 
 def _link_errors(s: Situation, rule: Rule, held: Alert | None) -> ConditionMatch | None:
@@ -161,7 +161,7 @@ def _gpu_hot(s: Situation, rule: Rule, held: Alert | None) -> ConditionMatch | N
 
 
 def _gpu_throttled(s: Situation, rule: Rule, held: Alert | None) -> ConditionMatch | None:
-    worst = _worst(s, held, "gpu_throttle_ratio", lambda labels: labels.get("reason") in _HELD_BACK)
+    worst = _worst(s, held, "gpu_throttle_ratio", lambda labels: labels.get("reason") in HELD_BACK)
     return _beyond(s, rule, held, worst, lambda value: f"{value:.0%} of the time")
 
 

@@ -22,9 +22,8 @@ class Situation:
     events: Sequence[Event]
     steps: Sequence[MetricsRecord]
     samples: Mapping[int, Sample] = field(default_factory=dict)  # node -> latest telemetry
-    grown: Mapping[int, Mapping[str, float]] = field(
-        default_factory=dict
-    )  # node -> counter -> growth in 10 minutes
+    # node -> counter -> growth in 10 minutes.
+    grown: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     training: Sequence[int] = ()  # nodes with ranks
     spares: Sequence[int] = ()  # nodes that have joined and may get ranks
     idle: Mapping[int, str] = field(default_factory=dict)  # held nodes that cannot get ranks -> reason

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from seatrial.hardware.counters import LIMITS, NVLINK_LIMITS, WAIT_SHARE
 from seatrial.job.alert_rules import Rule, rules
 from seatrial.record.series import PREFIX
+from seatrial.watch.alerts.conditions import HELD_BACK
 from seatrial.watch.grafana.queries import not_scraped, of_node, of_run, with_run
 
 # Speed is compared over two windows. A drop that lasts for half of the second becomes the baseline.
 _NOW, _BEFORE = "5m", "6h"
 _DRIFT = "[10m]", "[2h] offset 10m"
 _SPEED = f"{PREFIX[:-1]}:run_tokens_per_second_per_rank"  # a recording rule below
-_HELD_BACK = "hw_slowdown|hw_thermal|hw_power_brake|sw_thermal"  # without the software power cap, which is normal under load
 
 # Only in Prometheus, not among Seatrial's own alerts.
 _CLOCK = Rule(
@@ -184,7 +184,7 @@ def _of_node(known: dict[str, Rule]) -> Iterator[AlertRule]:
         "GPU {{ $labels.gpu }} has {{ $value }} °C",
     )
     rule = known["gpu_throttled"]
-    ratio = of_node("gpu_throttle_ratio", f'{{reason=~"{_HELD_BACK}"}}')
+    ratio = of_node("gpu_throttle_ratio", f'{{reason=~"{"|".join(HELD_BACK)}"}}')
     yield alert(
         "SeatrialGpuThrottled",
         rule,

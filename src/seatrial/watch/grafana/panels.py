@@ -41,9 +41,9 @@ def _run(name: str) -> str:
     return of_run(name, _RUN)
 
 
-def _runs(title: str, unit: str, expression: str, width: int = 4, limit: float | None = None) -> Panel:
+def _runs(title: str, unit: str, expression: str, limit: float | None = None) -> Panel:
     """A panel with the current value of each run."""
-    return Panel(title, unit, ((expression, "{{run}}"),), "stat", width, limit=limit)
+    return Panel(title, unit, ((expression, "{{run}}"),), "stat", 4, limit=limit)
 
 
 def _curve(title: str, unit: str, *names: str) -> Panel:
@@ -59,12 +59,10 @@ def _rate(name: str) -> str:
     return f"rate({_node(name)}{_RATE})"
 
 
-def _devices(
-    title: str, unit: str, *queries: tuple[str, str], limit: float | None = None, width: int = 8
-) -> Panel:
+def _devices(title: str, unit: str, *queries: tuple[str, str], limit: float | None = None) -> Panel:
     """A panel with series of nodes; legends start with the node."""
     legends = ((with_run(text, _RUN), f"node {{{{node}}}} {legend}".strip()) for text, legend in queries)
-    return Panel(title, unit, tuple(legends), width=width, limit=limit)
+    return Panel(title, unit, tuple(legends), width=8, limit=limit)
 
 
 def _limit(rule: str, name: str = "limit") -> float:

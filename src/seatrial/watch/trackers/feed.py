@@ -82,9 +82,8 @@ def feed(
         pushing.begin(make)
         over = False
         while True:
-            alive = (
-                not over and running(folder) is not None
-            )  # before reading, so that nothing written before the end is missed
+            # Before reading, so that nothing written before the end is missed.
+            alive = not over and running(folder) is not None
             if pushing.push():
                 continue
             if not alive:

@@ -19,9 +19,8 @@ from seatrial.record.folder import RunFolder
 from seatrial.watch.monitor_task import Send
 from seatrial.watch.trackers.progress import path_of
 
-_SILENT_S = (
-    180.0  # without a heartbeat a process is considered hung; connecting to a tracker may take minutes
-)
+# Without a heartbeat a process is considered hung; connecting to a tracker may take minutes.
+_SILENT_S = 180.0
 _AGAIN_S, _AGAIN_MOST_S = 30.0, 600.0  # restart delay, doubled after each failure
 _TAIL_BYTES = 4096
 

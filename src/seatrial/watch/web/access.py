@@ -19,10 +19,8 @@ from seatrial.base.files import open_file
 COOKIE = "seatrial_session"
 _TOKEN_BYTES = 24
 _LONGEST_TOKEN = 200
-_FAILURES, _WINDOW_S = (
-    5,
-    60.0,
-)  # wrong tokens per address and window of seconds; ten times as many over all addresses
+# Wrong tokens per address and window of seconds; ten times as many over all addresses.
+_FAILURES, _WINDOW_S = 5, 60.0
 _MOST_SESSIONS = 1000
 
 

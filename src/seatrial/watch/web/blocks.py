@@ -9,6 +9,11 @@ Block = dict[str, Any]
 Tone = str  # "", "good", "warn", "bad", "dim"
 
 
+def rounded(value: float | None) -> str | None:
+    """A whole number with separators; nothing for no value."""
+    return None if value is None else f"{value:,.0f}"
+
+
 def ago(time: float | None) -> Any:
     """A unix time, shown as age."""
     return None if time is None else {"ago": time}

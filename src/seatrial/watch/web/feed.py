@@ -58,10 +58,11 @@ class Feed:
             while not self._ended:
                 news = self._news
                 if seen != self._version:
+                    # Taken together: more may be published while this is sent.
                     message, seen = (
                         self._since(seen),
                         self._version,
-                    )  # taken together: more may be published while this is sent
+                    )
                     yield message
                     continue
                 try:

@@ -17,8 +17,6 @@ from seatrial.ui.summary import shown_events
 from seatrial.watch.web import heat
 from seatrial.watch.web.polled_run import PolledRun
 
-_LATE = 5.0  # step times without a new step
-_LEAST_LATE_S = 10.0
 _LAST_EVENTS = 8
 _MOST_PROBLEMS = 5
 
@@ -59,7 +57,7 @@ def _moving(polled: PolledRun) -> dict[str, Any]:
         return found
     return found | {
         "time": last.time,
-        "late_s": max(_LEAST_LATE_S, _LATE * last.step_time_s) if runs else None,
+        "late_s": figures.late_after_s(last.step_time_s) if runs else None,
         "step_s": last.step_time_s,
         "loss": last.loss,
         "validation": _validation(polled),

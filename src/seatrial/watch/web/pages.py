@@ -274,7 +274,7 @@ def checkpoints(polled: PolledRun) -> Page:
                     "steps since the latest",
                     None if view.latest is None else f"{max(0, view.step - view.latest.step):,}",
                 ),
-                ("interval", None if interval is None else _steps(interval.number("steps"))),
+                ("interval", None if interval is None else b.rounded(interval.number("steps"))),
             ],
         ),
         b.table("Kept", ["#step", "#age", "saved", "where", ""], kept[:_MOST_ROWS]),
@@ -294,7 +294,7 @@ def checkpoints(polled: PolledRun) -> Page:
             size, took = data.number("bytes"), data.number("seconds")
             rows.append(
                 [
-                    _steps(data.number("step")),
+                    b.rounded(data.number("step")),
                     b.at(event.time),
                     "" if size is None else units.memory(size),
                     "" if took is None else units.duration(took),
@@ -302,10 +302,6 @@ def checkpoints(polled: PolledRun) -> Page:
             )
         found.append(b.table("Latest saves", ["#step", "when", "#size", "#time"], rows))
     return page("Checkpoints", found, missing)
-
-
-def _steps(value: float | None) -> str | None:
-    return None if value is None else f"{value:,.0f}"
 
 
 def data(polled: PolledRun) -> Page:
@@ -322,8 +318,8 @@ def data(polled: PolledRun) -> Page:
                 ("tokens trained on", units.count(view.tokens) if view.tokens else None),
                 ("skipped steps", f"{len(view.skipped_steps):,}" if view.skipped_steps else "none"),
                 ("skipped samples", f"{view.skipped_samples:,}" if view.skipped_steps else None),
-                ("global batch", _steps(view.job.global_batch)),
-                ("sequence length", _steps(view.job.sequence_length)),
+                ("global batch", b.rounded(view.job.global_batch)),
+                ("sequence length", b.rounded(view.job.sequence_length)),
             ],
         )
     ]

@@ -16,7 +16,7 @@ from seatrial.plan.report.step_waterfall import StepWaterfall
 from seatrial.record.folder import RunFolder
 from seatrial.record.frontier import Account, account
 from seatrial.record.goodput import Goodput, goodput
-from seatrial.record.nodes import Nodes
+from seatrial.record.nodes import Nodes, current_nodes
 from seatrial.record.stages import RankStages, read_generation
 from seatrial.record.straggling import Straggling, straggling
 from seatrial.record.telemetry import Sample, read_latest
@@ -136,7 +136,14 @@ def _read_ranks(view: RunView) -> Ranks:
     pipeline = 1
     with contextlib.suppress(InputError):  # `why` has the reason
         pipeline = pipeline_of(view, split)
-    return Ranks(split, pipeline, _slots(view, split.ranks), _medians(found, split), waterfall, why)
+    return Ranks(
+        split,
+        pipeline,
+        tuple(current_nodes(view.events, split.ranks)),
+        _medians(found, split),
+        waterfall,
+        why,
+    )
 
 
 def _medians(found: Mapping[int, RankStages], split: Account) -> NDArray[np.float64]:
@@ -147,13 +154,3 @@ def _medians(found: Mapping[int, RankStages], split: Account) -> NDArray[np.floa
         inside = (each.steps >= split.first_step) & (each.steps <= split.last_step)
         rows.append(np.median(each.seconds[inside], axis=0))
     return np.stack(rows)
-
-
-def _slots(view: RunView, ranks: int) -> tuple[int, ...]:
-    """The node of each slot in the current generation; empty if unknown, or if it does not match the number of ranks."""
-    for event in reversed(view.events):
-        slots = (event.data or {}).get("slots")
-        if event.kind == "generation_started" and isinstance(slots, dict):
-            nodes = tuple(n for n in slots.values() if type(n) is int)
-            return nodes if nodes and ranks % len(nodes) == 0 else ()
-    return ()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from seatrial.base import units
+from seatrial.base.files import names_in
 from seatrial.record.folder import RunFolder
 from seatrial.watch.web import blocks as b
 from seatrial.watch.web.documents import Document, read_document
@@ -96,8 +97,8 @@ def scaling(folder: RunFolder) -> Parts:
                 [
                     _plain(size.at("nodes")),
                     _plain(size.at("gpus")),
-                    _rounded(size.number("tokens_per_s", "mean")),
-                    _rounded(size.number("tokens_per_s_per_gpu")),
+                    b.rounded(size.number("tokens_per_s", "mean")),
+                    b.rounded(size.number("tokens_per_s_per_gpu")),
                     _percent(size.number("efficiency", "mean")),
                     _percent(doubling),
                     _percent(size.number("mfu")),
@@ -127,10 +128,7 @@ def drills(folder: RunFolder) -> Parts:
     """The drills with a report in the run folder, newest first."""
     missing: list[str] = []
     found: list[b.Block] = []
-    try:
-        names = sorted((n for n in os.listdir(folder.reports) if _DRILL.fullmatch(n)), reverse=True)
-    except OSError:
-        names = []
+    names = sorted((n for n in names_in(folder.reports) if _DRILL.fullmatch(n)), reverse=True)
     for name in names[:10]:
         report = read_document(folder.reports / name, missing)
         if report is None:
@@ -184,10 +182,6 @@ def _toned(verdict: str) -> Any:
 
 def _plain(value: Document) -> Any:
     return value.value if isinstance(value.value, int | float | str) else None
-
-
-def _rounded(value: float | None) -> str | None:
-    return None if value is None else f"{value:,.0f}"
 
 
 def _percent(share: float | None) -> str | None:

@@ -20,10 +20,8 @@ from seatrial.watch.web.watched import Watched
 
 _LIST_S = 3.0  # between two scans of all runs
 _FEW = 4
-_OLD, _SLOW_S = (
-    3,
-    10.0,
-)  # telemetry samples older than so many intervals are stale; slack for this process reading late
+# Telemetry samples older than so many intervals are stale; slack for this process reading late.
+_OLD, _SLOW_S = 3, 10.0
 
 
 class Runs:

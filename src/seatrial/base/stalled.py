@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-LOOK_S = 1.0  # sampling interval
+SAMPLE_S = 1.0  # sampling interval
 STOPPED_S = 5.0  # longer than a pause of the whole machine or a debugger's snapshot
 IDLE_S = 30.0  # without CPU time, for a process with work to do; even on a slow file system it gets some now and then
 
@@ -31,8 +31,8 @@ def state_of(pid: int) -> tuple[str, int] | None:
     return fields[0].decode(), int(fields[11]) + int(fields[12])
 
 
-class Stillness:
-    """Finds processes that make no progress. Call `look` every `LOOK_S`."""
+class StalledProcesses:
+    """Finds processes that make no progress. Call `find` every `SAMPLE_S`."""
 
     def __init__(
         self,
@@ -41,13 +41,13 @@ class Stillness:
     ) -> None:
         self._clock, self._state_of = clock, state_of
         self._past: dict[int, _Past] = {}
-        self._looked = clock()
+        self._sampled_at = clock()
 
-    def look(self, pids: Mapping[int, bool]) -> dict[int, str]:
+    def find(self, pids: Mapping[int, bool]) -> dict[int, str]:
         """The stalled processes among `pids` (pid -> whether it always has work to do), each with a description."""
         now = self._clock()
         # If this process itself was paused, the whole machine may have been: do not count the gap.
-        seconds, self._looked = min(now - self._looked, 2 * LOOK_S), now
+        seconds, self._sampled_at = min(now - self._sampled_at, 2 * SAMPLE_S), now
         past, self._past, found = self._past, {}, {}
         for pid, works in pids.items():
             state = self._state_of(pid)

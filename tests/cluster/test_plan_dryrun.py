@@ -9,7 +9,7 @@ import pytest
 
 from seatrial.job.loading import load_job
 from seatrial.plan.cost.memory import representative_ranks
-from seatrial.plan.model.place import hardware_of
+from seatrial.plan.model.hardware import hardware_of
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.report.dryrun_comparison import compare_with_dry_run, job_with
 

@@ -17,7 +17,7 @@ HEARTBEAT_S = 5.0
 SILENT_S = 120.0  # long, because a user may suspend the launcher for a moment
 
 
-class Attendance:
+class LauncherLink:
     """The agent's side."""
 
     def __init__(self, channel: Channel) -> None:

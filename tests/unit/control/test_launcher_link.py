@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from seatrial.base.lines import Channel
-from seatrial.control.agent import attendance
-from seatrial.control.agent.attendance import HEARTBEAT_S, SILENT_S, Attendance
+from seatrial.control.agent import launcher_link
+from seatrial.control.agent.launcher_link import HEARTBEAT_S, SILENT_S, LauncherLink
 from seatrial.record import messages as msg
 
 SIGN = msg.encode(msg.LauncherAlive())
@@ -15,13 +15,13 @@ SIGN = msg.encode(msg.LauncherAlive())
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     clock = [1000.0]
-    monkeypatch.setattr(attendance.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(launcher_link.time, "monotonic", lambda: clock[0])
     return clock
 
 
 def test_a_silent_launcher_counts_as_lost_after_a_heartbeat(now: list[float]) -> None:
     launcher, theirs = Channel.pair()
-    agent = Attendance(theirs)
+    agent = LauncherLink(theirs)
     now[0] += 10 * SILENT_S
     assert agent.tick(), "a launcher on the same machine gives no signs"
     assert agent.deadline is None
@@ -40,7 +40,7 @@ def test_a_silent_launcher_counts_as_lost_after_a_heartbeat(now: list[float]) ->
     launcher.close()
     agent.receive()
     assert agent.closed
-    agent.send(msg.Bye())
+    agent.send(msg.AgentFinished())
     theirs.close()
 
 
@@ -49,7 +49,7 @@ def test_a_launcher_with_a_protocol_error_counts_as_lost(
     line: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     launcher, theirs = Channel.pair()
-    agent = Attendance(theirs)
+    agent = LauncherLink(theirs)
     launcher.send(msg.encode(msg.EndRun("preempt")))
     launcher._socket.sendall(line.encode() + b"\n")
     agent.receive()
