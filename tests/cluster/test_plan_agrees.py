@@ -83,6 +83,21 @@ LAYOUTS = {
         "train.global_batch=16",
         "train.activation_checkpointing=selective",
     ),
+    "experts, divided": (
+        "model.preset=qwen3-30b-a3b",
+        "model.num_hidden_layers=4",
+        "parallel.expert=4",
+        "train.global_batch=16",
+        "train.activation_checkpointing=selective",
+    ),
+    "experts, divided among all, pipeline": (
+        "model.preset=qwen3-30b-a3b",
+        "model.num_hidden_layers=4",
+        "parallel.pipeline=2",
+        "parallel.expert=4",
+        "train.global_batch=16",
+        "train.activation_checkpointing=none",
+    ),
     "experts, tensor, pipeline": (
         "model.preset=qwen3-30b-a3b",
         "model.num_hidden_layers=4",
@@ -104,6 +119,7 @@ _LONG = (
     "lora",
     "zero-bubble",
     "experts, tensor, pipeline",
+    "experts, divided among all, pipeline",
 )
 
 
@@ -126,7 +142,8 @@ def test_memory_and_traffic(name: str) -> None:
         sent = rank_traffic(model, recipe, fabric, ours, traced.at.pipeline)
         assert sent.tensor == pytest.approx(traced.sent_bytes("tensor"), rel=0.05)
         assert sent.pipeline == pytest.approx(traced.sent_bytes("pipeline"), rel=0.05)
-        data = traced.sent_bytes("shard") + traced.sent_bytes("replicate")
+        assert sent.expert == pytest.approx(traced.sent_bytes("expert"), rel=0.01)
+        data = sum(traced.sent_bytes(d) for d in ("shard", "expert_shard", "replicate"))
         assert sent.data == pytest.approx(data, rel=0.05)
         leaves = sum(_leaves(job, traced, dimension) for dimension in ("shard", "replicate"))
         assert sent.leaving.data == pytest.approx(leaves, rel=0.05)

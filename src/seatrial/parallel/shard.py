@@ -8,17 +8,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from seatrial.job.schema import Accumulate
-from seatrial.model.decoder import Decoder
+from seatrial.model.decoder import Decoder, SparseMLP
 
 
 def apply_sharding(
-    model: Decoder, mesh: DeviceMesh, *, compute_dtype: torch.dtype, reshard_after_forward: bool
+    model: Decoder,
+    mesh: DeviceMesh,
+    expert_mesh: DeviceMesh | None,
+    *,
+    compute_dtype: torch.dtype,
+    reshard_after_forward: bool,
 ) -> None:
     """Shard each decoder layer and then the rest of `model` over `mesh`.
 
     Weights, gradients and optimizer state stay fp32 shards; layers compute in `compute_dtype`, gradients are reduced
     in fp32. Gradients are summed over ranks, not averaged: the loss is already divided by the tokens of the global
-    batch.
+    batch. With an `expert_mesh` (expert parallel) a layer's experts are a group of their own, sharded over it: the other
+    ranks' share of their gradients has come with the positions.
     """
     policy = MixedPrecisionPolicy()
     if compute_dtype != torch.float32:
@@ -27,6 +33,12 @@ def apply_sharding(
             param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
     for block in model.blocks:
+        if expert_mesh is not None:
+            assert isinstance(block.mlp, SparseMLP)
+            experts = block.mlp.experts
+            fully_shard(
+                experts, mesh=expert_mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward
+            )
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     # The root's own weights (embedding, last norm, head) are needed again at once by the backward pass.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)

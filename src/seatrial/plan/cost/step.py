@@ -60,12 +60,13 @@ class Sent:
 
     tensor: float
     context: float
+    expert: float
     pipeline: float
     data: float
 
     @property
     def sent(self) -> float:
-        return self.tensor + self.context + self.pipeline + self.data
+        return self.tensor + self.context + self.expert + self.pipeline + self.data
 
 
 @dataclass(frozen=True)
@@ -364,6 +365,7 @@ def rank_traffic(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Sta
     # Keys and values: gathered, gathered again for the backward pass unless they are kept as by ours, gradients reduced.
     exchanges = (2 if stack.name in OURS else 3) + share * keys_again
     context = layers * m * exchanges * width * r.tokens * 2 * model.kv_width / n * (r.context - 1)
+    expert = _exchanged(model, r, rank) * (layout.expert - 1) / layout.expert
     message = m * _hidden_bytes(model, r) * width / 2
     per_rank, last = layout.stages_per_rank, layout.pipeline - 1
     tied = _tied_bytes(model, r, stack) if rank in (0, last) else 0.0
@@ -382,7 +384,12 @@ def rank_traffic(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Sta
             each = stage_gathers(r, rank)
             at_root = each[0] if rank == 0 else each[-1]
             gathers += width * root * (at_root - before)
-        data = cut * (gathers + stack.gradient_bytes * trained * _reductions(r, stack))
+        reduced = stack.gradient_bytes * _reductions(r, stack)
+        data = cut * (gathers + reduced * trained)
+        # Under expert parallel a rank gathers and reduces its own experts, over the ranks with the same ones.
+        peers = r.shard_ranks / layout.expert
+        experts = layers * model.num_experts * model.expert_parameters / n
+        data -= experts * (cut - (peers - 1) / r.shard_ranks) * (width * (before + after) + reduced)
         copies = (
             stack.gradient_bytes * trained / r.shard_ranks * 2 * (layout.replicate - 1) / layout.replicate
         )
@@ -398,10 +405,29 @@ def rank_traffic(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Sta
     leaving = Sent(
         _ring_leaves(tensor, tensor_group(r, fabric)),
         _ring_leaves(context, within),
+        _all_to_all_leaves(expert, group(fabric.cluster, stride=n, size=layout.expert)),
         message * crossing + (tied if fabric.cluster.several_domains else 0.0),
         _ring_leaves(data, at) + _ring_leaves(copies, replicate_group(r, fabric)),
     )
-    return Traffic(tensor, context, pipe, data + copies, leaving)
+    return Traffic(tensor, context, expert, pipe, data + copies, leaving)
+
+
+def _exchanged(model: Architecture, recipe: Recipe, rank: int) -> float:
+    """Bytes that expert parallel exchanges in a step, those that stay included, if all experts get the same.
+
+    Of each position and expert its hidden states before and after the expert, its weight in fp32, and the gradients of these;
+    of each expert how many it gets. A recomputed layer repeats what is not a gradient.
+    """
+    counts = recipe.layout.rank_layers(rank, model.num_hidden_layers)
+    slots = recipe.tokens * model.num_experts_per_tok
+    one = slots * (2 * recipe.width * model.hidden_size + 4)
+    forward, layers = one + 4 * model.num_experts, sum(counts)
+    return float(recipe.microbatches * (layers * (forward + one) + recipe.recomputed_of(counts) * forward))
+
+
+def _all_to_all_leaves(sent: float, at: Group) -> float:
+    """The bytes that leave a domain of those that a GPU sends to all others equally."""
+    return sent * (at.size - at.per_domain) / (at.size - 1) if at.domains > 1 else 0.0
 
 
 def _ring_leaves(sent: float, at: Group) -> float:
