@@ -195,8 +195,8 @@ def sabotage(model: ParallelModel, what: str | None) -> None:
         expert.FromSlots = OrderOfExperts  # type: ignore[misc, assignment]
     elif what == "gradients of experts not summed":
         for block in model.stages[0].blocks:
-            group = block.mlp.experts._get_fsdp_state()._fsdp_param_group  # type: ignore[union-attr, operator]
-            group._reduce_scatter_comm = OwnPart()
+            _, of_experts = block._get_fsdp_state()._fsdp_param_groups  # type: ignore[operator, union-attr]
+            of_experts._reduce_scatter_comm = OwnPart()
     elif what == "keys in the order of ranks":
         context.in_order = lambda both_BTE, size: both_BTE
     elif what == "gradients of keys not summed":
