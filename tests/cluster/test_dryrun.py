@@ -244,7 +244,9 @@ def test_collectives_are_exact(name: str, out: Path) -> None:
                 messages[kind, n_bytes] += calls
             else:
                 # gloo makes a reduce-scatter of an all-reduce of the same bytes, and that is what it records.
-                flown[kind if kind in ("all-gather", "all-to-all") else "all-reduce", dimension, n_bytes] += calls
+                flown[kind if kind in ("all-gather", "all-to-all") else "all-reduce", dimension, n_bytes] += (
+                    calls
+                )
         assert sorted([*key, calls] for key, calls in flown.items()) == real["flown"]
         assert sorted([*key, calls] for key, calls in messages.items()) == real["messages"]
 

@@ -40,7 +40,9 @@ class Traffic:
     dtype: str
     ranks: int  # participating
     calls: int
-    payload_bytes: int  # of whole tensors: the output of an all-gather, the input of a reduce-scatter or all-to-all
+    payload_bytes: (
+        int  # of whole tensors: the output of an all-gather, the input of a reduce-scatter or all-to-all
+    )
 
     @property
     def sent_bytes(self) -> float:
@@ -265,5 +267,7 @@ def _notes(job: Job, device: Device) -> list[str]:
             "the memory of flash attention and of the bias is counted"
         )
     if job.layout.expert > 1:
-        notes.append("the positions are spread evenly over the experts: where they are not, some ranks get and hold more")
+        notes.append(
+            "the positions are spread evenly over the experts: where they are not, some ranks get and hold more"
+        )
     return notes

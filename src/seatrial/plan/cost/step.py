@@ -374,7 +374,7 @@ def rank_traffic(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Sta
     crossing += (per_rank - (rank == last)) * _leaves(r, fabric, rank)
     mine, trained = rank_parameters(model, r, rank), trained_parameters(model, r, rank)
     root = root_parameters(model, r, rank)
-    copies = 0.0
+    copies = apart = 0.0
     if r.sharding == "full":
         cut = (r.shard_ranks - 1) / r.shard_ranks
         # The root's weights are not freed by forward passes.
@@ -386,10 +386,11 @@ def rank_traffic(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Sta
             gathers += width * root * (at_root - before)
         reduced = stack.gradient_bytes * _reductions(r, stack)
         data = cut * (gathers + reduced * trained)
-        # Under expert parallel a rank gathers and reduces its own experts, over the ranks with the same ones.
-        peers = r.shard_ranks / layout.expert
-        experts = layers * model.num_experts * model.expert_parameters / n
-        data -= experts * (cut - (peers - 1) / r.shard_ranks) * (width * (before + after) + reduced)
+        if layout.expert > 1:  # a rank gathers and reduces its own experts, over the ranks with the same ones
+            experts = layers * model.num_experts * model.expert_parameters / n
+            experts *= (width * (before + after) + reduced) / r.shard_ranks
+            apart = experts * (r.shard_ranks / layout.expert - 1)
+            data -= experts * (r.shard_ranks - 1)
         copies = (
             stack.gradient_bytes * trained / r.shard_ranks * 2 * (layout.replicate - 1) / layout.replicate
         )
@@ -402,14 +403,15 @@ def rank_traffic(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Sta
         data *= (ranks - 1) / ranks
     at = shard_group(r, fabric) if r.sharding == "full" else data_group(r, fabric)
     within = group(fabric.cluster, stride=n, size=r.context)
+    same = group(fabric.cluster, stride=n * layout.expert, size=r.shard_ranks // layout.expert)
     leaving = Sent(
         _ring_leaves(tensor, tensor_group(r, fabric)),
         _ring_leaves(context, within),
         _all_to_all_leaves(expert, group(fabric.cluster, stride=n, size=layout.expert)),
         message * crossing + (tied if fabric.cluster.several_domains else 0.0),
-        _ring_leaves(data, at) + _ring_leaves(copies, replicate_group(r, fabric)),
+        _ring_leaves(data, at) + _ring_leaves(apart, same) + _ring_leaves(copies, replicate_group(r, fabric)),
     )
-    return Traffic(tensor, context, expert, pipe, data + copies, leaving)
+    return Traffic(tensor, context, expert, pipe, data + apart + copies, leaving)
 
 
 def _exchanged(model: Architecture, recipe: Recipe, rank: int) -> float:
