@@ -14,8 +14,8 @@ from seatrial.job.layout import Layout
 from seatrial.record.stages import (
     BACKWARD,
     CONTEXT,
-    EXPERT,
     DATA,
+    EXPERT,
     FORWARD,
     PIPELINE,
     REPLICATE,
