@@ -1,9 +1,9 @@
 """The collectives of one training step by hand, from the job alone: what the dry run must count.
 
     n tensor (p parts), S shard, R replicate, P pipeline ranks; M microbatches of B sequences; q layers on this rank; T positions
-    of a context-parallel rank
+    of a context-parallel rank; e expert-parallel ranks
 
-Sizes are those of whole tensors: of an all-gather the output, of a reduce-scatter the input.
+Sizes are those of whole tensors: of an all-gather the output, of a reduce-scatter the input, of an all-to-all what is sent.
 """
 
 from __future__ import annotations
@@ -74,22 +74,35 @@ def derived(job: Job, rank: int, device: str) -> Derived:
         add("all-gather", "context", M * (layers + redone), both)
         add("reduce-scatter", "context", M * layers, both)
 
-    # Sharded data parallel: each layer is a group, and the rest of each stage is one.
-    groups = [_layer(job) for _ in range(layers)]
-    rests = {s: _rest(job, s) for s in stages}
-    groups += [g for g in rests.values() if g]
+    # Expert parallel: how many go where; hidden states and weights there, and hidden states back; gradients of these.
+    e = layout.expert
+    if e > 1:
+        rows = B * T * arch.num_experts_per_tok
+        add("all-to-all", "expert", M * (layers + redone), arch.num_experts * 4, "int32")
+        add("all-to-all", "expert", M * (2 * layers + redone), rows * 4, "float32")
+        add("all-to-all", "expert", M * 2 * (2 * layers + redone), rows * D * width)
+
+    # Sharded data parallel: each layer is a group, and the rest of each stage is one. Expert parallel makes another one of
+    # the experts of each layer, over the ranks with the same ones.
+    groups = [(_layer(job), "shard", S) for _ in range(layers)]
+    if e > 1:
+        groups = [(_layer(job)[: -len(_experts(job))], "shard", S) for _ in range(layers)]
+        own = [(rows // e, rest) for rows, rest in _experts(job)]
+        groups += [(own, "expert_shard", S // e) for _ in range(layers)]
+    inner = len(groups)
+    groups += [(g, "shard", S) for s in stages if (g := _rest(job, s))]
     sharded = S * R > 1 or train.precision == "bf16"
-    for index, group in enumerate(groups):
-        padded = sum(-(-rows // S) * S * rest for rows, rest in group)
-        if S > 1:
+    for index, (group, dimension, ranks) in enumerate(groups):
+        padded = sum(-(-rows // ranks) * ranks * rest for rows, rest in group)
+        if ranks > 1:
             times = 1
             if P == 1:  # weights are freed after each backward pass; a layer's after each forward pass too
-                times = M * (2 if index < layers and job.parallel.reshards else 1)
-            add("all-gather", "shard", times, padded * width)
+                times = M * (2 if index < inner and job.parallel.reshards else 1)
+            add("all-gather", dimension, times, padded * width)
             sums = M if train.accumulate == "sharded" else 1
-            add("reduce-scatter", "shard", sums, padded * 4, "float32")
+            add("reduce-scatter", dimension, sums, padded * 4, "float32")
         if R > 1:
-            add("all-reduce", "replicate", 1, padded // S * 4, "float32")
+            add("all-reduce", "replicate", 1, padded // ranks * 4, "float32")
 
     # Norms see part of the positions: one sum of their gradients a step.
     mine = S if sharded else 1
@@ -136,13 +149,18 @@ def _layer(job: Job) -> Group:
     D, H, width = a.hidden_size, a.head_dim, a.intermediate_size
     q, kv = a.num_attention_heads * H, a.num_key_value_heads * H
     group = [(q // n, D), (kv // n, D), (kv // n, D), (D, q // n), (D, 1), (D, 1)]
-    if a.num_experts:
-        group += [(a.num_experts, D), *3 * [(a.num_experts, a.moe_intermediate_size // n * D)]]
-    else:
-        group += [(width // n, D), (width // n, D), (D, width // n)]
     if a.qkv_bias:
         group += [(q // n, 1), (kv // n, 1), (kv // n, 1)]
-    return group + ([(H, 1), (H, 1)] if a.qk_norm else [])
+    if a.qk_norm:
+        group += [(H, 1), (H, 1)]
+    if a.num_experts:
+        return [*group, (a.num_experts, D), *_experts(job)]
+    return [*group, (width // n, D), (width // n, D), (D, width // n)]
+
+
+def _experts(job: Job) -> Group:
+    a = job.architecture
+    return 3 * [(a.num_experts, a.moe_intermediate_size // job.layout.tensor * a.hidden_size)]
 
 
 def _rest(job: Job, stage: int) -> Group:

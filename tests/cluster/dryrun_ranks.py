@@ -80,6 +80,8 @@ def job_of(case: dict[str, Any]) -> Job:
         num_hidden_layers=case.get("layers", 4),
         num_key_value_heads=case.get("kv_heads", parity_ranks.ARCH.num_key_value_heads),
     )
+    if case.get("all_experts"):  # every expert gets all positions: as evenly spread as a dry run assumes
+        arch = replace(arch, num_experts_per_tok=arch.num_experts)
     return Job(file, arch, layout, "dry")
 
 
@@ -116,7 +118,12 @@ def _flown() -> list[dict[str, Any]]:
     return sorted(entries, key=lambda e: e["record_id"])
 
 
-_NAMES = {"all_reduce": "all-reduce", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
+_NAMES = {
+    "all_reduce": "all-reduce",
+    "all_gather": "all-gather",
+    "all_to_all": "all-to-all",
+    "reduce_scatter": "reduce-scatter",
+}
 _BYTES = {"Float": 4, "BFloat16": 2, "Double": 8, "Long": 8, "Int": 4}
 
 

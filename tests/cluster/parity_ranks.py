@@ -39,7 +39,7 @@ from seatrial.job.schema import OptimizerSection
 from seatrial.model import lora
 from seatrial.model.hf import HuggingFaceWeights
 from seatrial.model.initialise import RandomWeights
-from seatrial.parallel import collectives, context, overlap, overlap_grad
+from seatrial.parallel import collectives, context, expert, overlap, overlap_grad
 from seatrial.parallel.build import ParallelModel, Settings
 from seatrial.parallel.loss import LoadBalancing
 from seatrial.parallel.mesh import Mesh, build_mesh
@@ -83,6 +83,18 @@ EXPERTS: dict[str, Any] = {
     # Large, so that a balance loss of the wrong size shows in every gradient.
     "router_aux_loss_coef": 0.1,
 }
+
+
+class OneSided(RandomWeights):
+    """Weights whose routers never choose the second half of the experts: their logits are 0, and one of two others is more."""
+
+    def read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
+        if not name.endswith("mlp.gate.weight"):
+            return super().read(name, box, dtype)
+        rows_XD = super().read(name, Box.whole(self._shapes[name]), dtype)
+        rows_XD[1::2] = -rows_XD[::2]
+        rows_XD[len(rows_XD) // 2 :] = 0
+        return rows_XD[box.slices()]
 
 
 class NoisyWeights(RandomWeights):
@@ -179,6 +191,12 @@ def sabotage(model: ParallelModel, what: str | None) -> None:
                 return launch(*args, **kwargs)
 
             overlap.all_gather_single = ending
+    elif what == "slots returned in the order of experts":
+        expert.FromSlots = OrderOfExperts  # type: ignore[misc, assignment]
+    elif what == "gradients of experts not summed":
+        for block in model.stages[0].blocks:
+            _, of_experts = block._get_fsdp_state()._fsdp_param_groups  # type: ignore[operator, union-attr]
+            of_experts._reduce_scatter_comm = OwnPart()
     elif what == "keys in the order of ranks":
         context.in_order = lambda both_BTE, size: both_BTE
     elif what == "gradients of keys not summed":
@@ -203,9 +221,34 @@ def sabotage(model: ParallelModel, what: str | None) -> None:
         raise ValueError(what)
 
 
+class OrderOfExperts(torch.autograd.Function):
+    """In place of `FromSlots`: as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, y_QD: Tensor, order_Q: Tensor, slot_Q1: Tensor) -> Tensor:
+        return y_QD.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0].clone(), None, None
+
+
+class OwnPart:
+    """In place of FSDP2's reduce-scatter: each rank's own gradient."""
+
+    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **_: Any
+    ) -> None:
+        output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
+
+
 def train(case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     """Loss and gradient norm of each step, this rank's gradients of the first one, and its weights at the end."""
-    model = build(case, mesh, NoisyWeights(arch_of(case), seed=1))
+    weights_of = OneSided if case.get("one_sided") else NoisyWeights
+    model = build(case, mesh, weights_of(arch_of(case), seed=1))
     settings = OptimizerSection(**{"lr": LR, **case.get("optimizer", {})})
     optimizer = build_optimizer(model.shards, settings)
     gradients: list[tuple[str, Box, Tensor]] = []

@@ -115,6 +115,31 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "family": "qwen3_moe",
         "activation_checkpointing": "selective",
     },
+    "ep2-tp2-experts": {
+        "layout": {"tensor": 2, "shard": 2, "expert": 2},
+        "precision": "bf16",
+        "family": "qwen3_moe",
+        "all_experts": True,
+        "activation_checkpointing": "selective",
+        **LITTLE,
+    },
+    "ep2-pp2-fsdp2-experts": {
+        "layout": {"pipeline": 2, "shard": 4, "expert": 2},
+        "precision": "bf16",
+        "family": "qwen3_moe",
+        "all_experts": True,
+        "activation_checkpointing": "full",
+        "microbatch": 2,
+    },
+    "ep2-replicate2-fsdp2-experts": {
+        "layout": {"replicate": 2, "shard": 4, "expert": 2},
+        "precision": "bf16",
+        "family": "qwen3_moe",
+        "all_experts": True,
+        "accumulate": "sharded",
+        "microbatch": 1,
+        "layers": 2,
+    },
     "tp2-pp2-fsdp2-lora-selective": {
         "layout": FULL,
         "precision": "bf16",
@@ -148,6 +173,7 @@ _LONG = (
     "zero-bubble-tp2-async",
     "tp2-pp2-documents",
     "cp2-pp2",
+    "ep2-replicate2-fsdp2-experts",
 )
 _WITH_LORA = "tp2-pp2-fsdp2-lora-selective"
 # Not in `make test`, which has each dimension and kind of schedule at least once.
@@ -225,7 +251,9 @@ def test_collectives_are_exact(name: str, out: Path) -> None:
                 messages[kind, n_bytes] += calls
             else:
                 # gloo makes a reduce-scatter of an all-reduce of the same bytes, and that is what it records.
-                flown["all-gather" if kind == "all-gather" else "all-reduce", dimension, n_bytes] += calls
+                flown[kind if kind in ("all-gather", "all-to-all") else "all-reduce", dimension, n_bytes] += (
+                    calls
+                )
         assert sorted([*key, calls] for key, calls in flown.items()) == real["flown"]
         assert sorted([*key, calls] for key, calls in messages.items()) == real["messages"]
 

@@ -83,6 +83,21 @@ LAYOUTS = {
         "train.global_batch=16",
         "train.activation_checkpointing=selective",
     ),
+    "experts, divided": (
+        "model.preset=qwen3-30b-a3b",
+        "model.num_hidden_layers=4",
+        "parallel.expert=4",
+        "train.global_batch=16",
+        "train.activation_checkpointing=selective",
+    ),
+    "experts, divided among all, pipeline": (
+        "model.preset=qwen3-30b-a3b",
+        "model.num_hidden_layers=4",
+        "parallel.pipeline=2",
+        "parallel.expert=4",
+        "train.global_batch=16",
+        "train.activation_checkpointing=none",
+    ),
     "experts, tensor, pipeline": (
         "model.preset=qwen3-30b-a3b",
         "model.num_hidden_layers=4",
@@ -104,6 +119,7 @@ _LONG = (
     "lora",
     "zero-bubble",
     "experts, tensor, pipeline",
+    "experts, divided among all, pipeline",
 )
 
 
@@ -126,16 +142,22 @@ def test_memory_and_traffic(name: str) -> None:
         sent = rank_traffic(model, recipe, fabric, ours, traced.at.pipeline)
         assert sent.tensor == pytest.approx(traced.sent_bytes("tensor"), rel=0.05)
         assert sent.pipeline == pytest.approx(traced.sent_bytes("pipeline"), rel=0.05)
-        data = traced.sent_bytes("shard") + traced.sent_bytes("replicate")
+        assert sent.expert == pytest.approx(traced.sent_bytes("expert"), rel=0.01)
+        data = sum(traced.sent_bytes(d) for d in ("shard", "expert_shard", "replicate"))
         assert sent.data == pytest.approx(data, rel=0.05)
-        leaves = sum(_leaves(job, traced, dimension) for dimension in ("shard", "replicate"))
+        leaves = sum(_leaves(job, traced, dimension) for dimension in ("shard", "expert_shard", "replicate"))
         assert sent.leaving.data == pytest.approx(leaves, rel=0.05)
         assert sent.leaving.tensor == _leaves(job, traced, "tensor") == 0
+        assert sent.leaving.expert == 0  # their groups are within a node
 
 
 def _leaves(job: Job, traced: RankStep, dimension: str) -> float:
     """A GPU's share of what its group's rings carry out of its node: one link of each ring does, with what a rank sends."""
     sizes = {name: getattr(job.layout, name) for name in ("pipeline", "replicate", "shard", "tensor")}
-    places = (replace(traced.at, **{dimension: i}) for i in range(sizes[dimension]))
+    if dimension == "expert_shard":
+        step = job.layout.expert
+        places = [replace(traced.at, shard=i) for i in range(traced.at.shard % step, sizes["shard"], step)]
+    else:
+        places = [replace(traced.at, **{dimension: i}) for i in range(sizes[dimension])]
     nodes = Counter(job.layout.rank(at) // job.cluster.gpus_per_node for at in places)
     return traced.sent_bytes(dimension) / min(nodes.values()) if len(nodes) > 1 else 0.0

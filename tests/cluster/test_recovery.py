@@ -124,6 +124,20 @@ def test_killed_rank_of_a_context_group_resumes_bit_for_bit(begin: Begin, tmp_pa
     assert_same(trial, undisturbed(tmp_path / "undisturbed", *settings))
 
 
+def test_killed_rank_of_an_expert_group_resumes_bit_for_bit(begin: Begin, tmp_path: Path) -> None:
+    expert = ("parallel.expert=2", "parallel.shard=4", "parallel.tensor=1", "parallel.pipeline=1")
+    sizes = ("num_experts=8", "num_experts_per_tok=2", "moe_intermediate_size=16")
+    model = ("model.family=qwen3_moe", *(f"model.{size}" for size in sizes))
+    settings = (*expert, *model, "train.microbatch=1", "train.steps=9")
+    trial = begin(*settings)
+    trial.until_step(7)
+    trial.kill_rank(1)
+    code, err = trial.end()
+    assert code == 0, err
+    assert recovered(trial)[0] == "memory"
+    assert_same(trial, undisturbed(tmp_path / "undisturbed", *settings))
+
+
 # -- during a validation
 
 VALIDATION = ("data.validation=other.py", "train.validate_every_steps=8", "train.validate_samples=160")

@@ -47,14 +47,18 @@ def cases(folder: Path, model: dict[str, Any], continued: Collection[str]) -> li
 
     first = [str(folder / "first"), STEP]
     # What the same ranks make of it without a checkpoint between is what comes of it after any detour.
-    found = [case("whole", FIRST, None, TRAINED + MORE, None), case("first", FIRST, None, TRAINED, first)]
-    for name, layout in OTHERS.items():
+    # Experts are divided among ranks in the first layout and in one of the others.
+    expert = {"expert": 2} if model.get("family") == "qwen3_moe" else {}
+    begin = FIRST | expert
+    others = OTHERS | {"fsdp4": OTHERS["fsdp4"] | expert}
+    found = [case("whole", begin, None, TRAINED + MORE, None), case("first", begin, None, TRAINED, first)]
+    for name, layout in others.items():
         there = [str(folder / name), STEP]
         back = [str(folder / f"{name}-back"), STEP]
         found.append(case(name, layout, first, 0, there))
-        found.append(case(f"{name}-back", FIRST, there, 0, back))
+        found.append(case(f"{name}-back", begin, there, 0, back))
         if name in continued:
-            found.append(case(f"{name}-on", FIRST, back, MORE, None))
+            found.append(case(f"{name}-on", begin, back, MORE, None))
     return found
 
 

@@ -60,7 +60,7 @@ def test_every_byte_comes_back(tied: bool, dtype: str, family: str, tmp_path: Pa
 
     case = {
         "name": "convert",
-        "layout": {"tensor": 2, "pipeline": 2},
+        "layout": {"shard": 4, "expert": 2} if mixture else {"tensor": 2, "pipeline": 2},
         "tied": tied,
         "family": family,
         "from": str(theirs),

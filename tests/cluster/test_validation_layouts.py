@@ -66,6 +66,8 @@ def out(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         {"name": "one", "layout": {}, **common},
         {"name": "one-documents", "layout": {}, "documents": True, **common},
         {"name": "full-documents", "layout": FULL, "documents": True, **common},
+        {"name": "one-experts", "layout": {}, "family": "qwen3_moe", **common},
+        {"name": "ep2-experts", "layout": {"shard": 4, "expert": 2}, "family": "qwen3_moe", **common},
         *({"name": n, "layout": at, **common} for n, at in LAYOUTS.items() if n not in LONG or n in wanted),
         *(
             {"name": f"{n}-without", "layout": LAYOUTS[n], "validates": False, **common}
@@ -91,6 +93,12 @@ def test_a_layout_measures_the_loss_of_one_process(name: str, out: Path) -> None
     print(name, {step: abs(found[step] - one[step]) for step in one})  # pytest -rP shows it
     assert found == pytest.approx(one, abs=1e-5, rel=0)
     assert one[EVERY] - one[STEPS] > 1e-3, "what does not change can tell nothing apart"
+
+
+def test_experts_of_other_ranks_take_part(out: Path) -> None:
+    one, divided = losses(out, "one-experts"), losses(out, "ep2-experts")
+    assert divided == pytest.approx(one, abs=1e-5, rel=0)
+    assert abs(one[STEPS] - losses(out, "one")[STEPS]) > 1e-3
 
 
 def test_documents_are_masked_as_in_training(out: Path) -> None:

@@ -29,7 +29,9 @@ _KEYS = ("pipeline", "replicate", "shard", "tensor", "stages_per_rank", "schedul
 
 def layout_key(layout: Mapping[str, Any]) -> str:
     """A layout's plain values as one string: what a rank holds depends on its rank and on this."""
-    return ",".join(f"{key}={layout[key]}" for key in _KEYS)
+    # Without expert parallel nothing is said of it: the key is that of older versions.
+    keys = (*_KEYS, "expert") if layout.get("expert", 1) > 1 else _KEYS
+    return ",".join(f"{key}={layout[key]}" for key in keys)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,9 @@ node, then sharded data parallel, then replicated data parallel, and pipeline ou
 
 Context parallel divides the ranks of `shard` into groups of neighbours: weights and optimizer state are sharded over all
 of them, and those of a group see the same samples, each its positions.
+
+Expert parallel divides them likewise: the ranks of a group hold different experts of a layer, each all those of its rank
+within the group, sharded over the ranks with the same ones in other groups.
 """
 
 from __future__ import annotations
@@ -38,10 +41,11 @@ class Layout:
     stages_per_rank: int = 1
     schedule: str = "1f1b"
     context: int = 1  # ranks of `shard` that split each sequence
+    expert: int = 1  # ranks of `shard` among which each layer's experts are divided
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Layout:
-        """The inverse of `as_dict`; other keys are ignored. Older versions had no `context`."""
+        """The inverse of `as_dict`; other keys are ignored. Older versions had no `context` and no `expert`."""
         return cls(**{field.name: values[field.name] for field in fields(cls) if field.name in values})
 
     @property
@@ -108,6 +112,11 @@ class Layout:
         """How many decoder layers each stage of one pipeline rank has."""
         return self.layer_counts(layers)[pipeline_rank :: self.pipeline]
 
+    def expert_shard(self, shard: int) -> int:
+        """Which of the `shard` parts of each layer's experts rank `shard` holds; its own number without expert parallel."""
+        group, within = divmod(shard, self.expert)
+        return within * (self.shard // self.expert) + group
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for plan.json."""
         return {**vars(self), "world_size": self.world_size}
@@ -117,6 +126,8 @@ class Layout:
         if self.context > 1:
             parts.append(f"context {self.context}")
         parts.append(f"shard {self.sample_shards}")
+        if self.expert > 1:
+            parts[-1] += f" (expert {self.expert})"
         if self.replicate > 1:
             parts.append(f"replicate {self.replicate}")
         text = " x ".join(parts)

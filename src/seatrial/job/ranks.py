@@ -20,7 +20,7 @@ def resolve_layout(job: JobFile) -> tuple[Layout, list[RuleViolation]]:
     if job.parallel == "auto":  # nothing that needs a layout can be judged yet
         return cast(Layout, Partial({})), []
     known: dict[str, Any] = {}
-    for key in ("pipeline", "replicate", "tensor", "stages_per_rank", "schedule", "context"):
+    for key in ("pipeline", "replicate", "tensor", "stages_per_rank", "schedule", "context", "expert"):
         try:
             known[key] = getattr(parallel, key)
         except UnreadableError:
@@ -31,7 +31,7 @@ def resolve_layout(job: JobFile) -> tuple[Layout, list[RuleViolation]]:
         shard, finding = _shard(job.cluster, parallel)
     except UnreadableError:
         shard, finding = None, None
-    if shard is None or len(known) < 7:
+    if shard is None or len(known) < 8:
         return cast(Layout, Partial(known)), [] if finding is None else [finding]
     del known["stages"]
     return Layout(shard=shard * known["context"], **known), []

@@ -271,9 +271,21 @@ def _smaller_microbatch(batch: int, replicas: int, pipeline: int) -> str:
 
 
 def _expert(facts: Facts) -> Iterator[RuleViolation]:
-    if _parallel(facts).expert > 1:
+    expert, shard = _parallel(facts).expert, facts.layout.shard
+    if expert == 1:
+        return
+    if not facts.architecture.num_experts:
         yield RuleViolation(
-            ("parallel.expert",), "expert parallel is not supported in this version", "remove `expert`"
+            ("parallel.expert",),
+            f"expert {expert} has no effect: the model has no experts",
+            "remove `expert`",
+        )
+    elif shard % expert:
+        fits = f"use expert = {either(divisors(shard)[-3:])}" if shard > 1 else "remove `expert`"
+        yield RuleViolation(
+            ("parallel.expert", "parallel.shard"),
+            f"expert {expert} does not divide shard {shard}: the experts of a layer are divided among neighbours of a shard group",
+            f"{fits}, or shard = {expert} x another number",
         )
 
 

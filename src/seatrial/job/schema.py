@@ -303,7 +303,7 @@ class ParallelSection(Section):
     pipeline: Ranks = Field(default=1, description="ranks among which the layers are divided")
     context: Ranks = Field(default=1, description="ranks that split each sequence")
     expert: Ranks = Field(
-        default=1, description="ranks among which experts are distributed; only 1 in this version"
+        default=1, description="ranks of `shard` among which the experts of each layer are divided"
     )
     replicate: Ranks = Field(
         default=1, description="copies of the sharded model, each with its part of the batch"

@@ -11,6 +11,7 @@ import os
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from importlib import metadata
 from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
@@ -94,6 +95,7 @@ def preflight(
         *rules,
         *HERE_RULES,
         _unfilled,
+        _torch,
         *named,
         _folders,
         _trackers,
@@ -147,6 +149,22 @@ def _unfilled(facts: Facts) -> Iterator[RuleViolation]:
                 f"{key} is not filled in: {found[0]} is a placeholder",
                 "replace it by the path described in the comment next to it",
             )
+
+
+def _torch(facts: Facts) -> Iterator[RuleViolation]:
+    if facts.layout.expert == 1:
+        return
+    try:
+        version = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return  # the ranks' machines have it
+    if [int(part) for part in version.split(".")[:2]] < [2, 12]:
+        yield RuleViolation(
+            ("parallel.expert",),
+            f"expert {facts.layout.expert} needs torch 2.12 or later, and {version} is installed: FSDP2 of older versions cannot "
+            "shard a layer's experts over other ranks than its other weights",
+            "remove `expert`, or install a newer torch",
+        )
 
 
 def _named(key: str, known: Callable[[str], object]) -> Rule:

@@ -41,6 +41,8 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """(q [B, T, N, H], k and v [B, T, K, H], bias or None) -> [B, T, N, H]."""
 Balance = Callable[[Tensor, Tensor], Tensor]
 """(x [B, T, D], routed [2, X]) -> x, through which the gradient of the load-balancing loss enters."""
+Spread = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
+"""(`Experts`, and what it takes for all of a layer's experts) -> what it would return, with experts on other ranks."""
 OwnPositions = Callable[[Tensor, int], Tensor]
 """(tensor with all positions of the sequence, their dimension) -> those that this rank computes."""
 
@@ -216,8 +218,8 @@ class Experts(nn.Module):
         return F.grouped_mm(h_SF, self.down_proj.transpose(1, 2), offs=end_X)
 
 
-class _ToSlots(torch.autograd.Function):
-    """[R, D] -> [S, D]: each row to the slots of its experts. Its gradient is `_FromSlots`.
+class ToSlots(torch.autograd.Function):
+    """[R, D] -> [S, D]: each row to the slots of its experts. Its gradient is `FromSlots`.
 
     Indexing would add the gradients of a row in an order that differs from run to run.
     """
@@ -233,8 +235,8 @@ class _ToSlots(torch.autograd.Function):
         return grads[0][slot_Rk].sum(1), None, None
 
 
-class _FromSlots(torch.autograd.Function):
-    """[S, D] -> [R, D]: the sum of each row's slots. Its gradient is `_ToSlots`."""
+class FromSlots(torch.autograd.Function):
+    """[S, D] -> [R, D]: the sum of each row's slots. Its gradient is `ToSlots`."""
 
     @staticmethod
     def forward(ctx: Any, y_SD: Tensor, order_S: Tensor, slot_Rk: Tensor) -> Tensor:
@@ -259,6 +261,8 @@ class SparseMLP(nn.Module):
         # A parallel layout's communication: from this rank's positions to all of them, and back, summed over ranks.
         self.gather: Callable[[Tensor], Tensor] | None = None
         self.scatter: Callable[[Tensor], Tensor] | None = None
+        # A parallel layout's exchange of slots with the ranks that hold the other experts.
+        self.spread: Spread | None = None
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """The output, and what the load-balancing loss needs: see `Decoder.balance`."""
@@ -274,10 +278,12 @@ class SparseMLP(nn.Module):
         experts = torch.arange(probability_RX.shape[1], device=x_RD.device)
         # No number is read back from the device: a product's groups are bounds in its memory.
         end_X = torch.searchsorted(expert_S, experts, right=True, out_int32=True)
-        y_SD = self.experts(
-            _ToSlots.apply(x_RD, order_S, slot_Rk), weight_Rk.flatten().gather(0, order_S), end_X
-        )
-        out_BTD = _FromSlots.apply(y_SD, order_S, slot_Rk).view_as(x_BTD)
+        x_SD, weight_S = ToSlots.apply(x_RD, order_S, slot_Rk), weight_Rk.flatten().gather(0, order_S)
+        if self.spread is None:
+            y_SD = self.experts(x_SD, weight_S, end_X)
+        else:
+            y_SD = self.spread(self.experts, x_SD, weight_S, end_X)
+        out_BTD = FromSlots.apply(y_SD, order_S, slot_Rk).view_as(x_BTD)
         count_X = end_X.diff(prepend=end_X.new_zeros(1)).float()
         routed_2X = torch.stack((count_X, probability_RX.sum(0)))
         return out_BTD if self.scatter is None else self.scatter(out_BTD), routed_2X

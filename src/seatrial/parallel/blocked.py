@@ -24,6 +24,7 @@ from seatrial.parallel.mesh import Mesh
 from seatrial.parallel.stage_clock import StageClock
 from seatrial.record.stages import (
     CONTEXT,
+    EXPERT,
     PIPELINE,
     REPLICATE,
     SAVE,
@@ -39,6 +40,7 @@ _ISSUING = (
     *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "reduce_scatter", "barrier"),
     *("_allgather_base", "all_gather_single", "all_gather_single_coalesced"),
     *("_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
+    *("alltoall_base", "all_to_all_single"),
     *("send", "recv", "recv_anysource", "_end_coalescing"),
 )
 _INCLUDING_COLLECTIVES = (SAVE, STEP_SUM, VALIDATION)  # stages that include their own collectives
@@ -54,8 +56,9 @@ class Blocked:
         self._clock = clock
         groups = {
             TENSOR: [mesh.tensor],
+            EXPERT: [mesh.expert],
             CONTEXT: [mesh.context],
-            SHARD: [mesh.shard],
+            SHARD: [mesh.shard, mesh.expert_shard],
             REPLICATE: [mesh.replicate],
         }
         groups[PIPELINE] = [mesh.pipeline, mesh.ends]
@@ -90,8 +93,8 @@ class Blocked:
     def counted(self) -> dict[str, tuple[int, int]]:
         """Stage -> (calls, bytes) of the collectives issued since the last call; those without bytes do not count.
 
-        Bytes are those of an all-gather's output, a reduce-scatter's input, an all-reduce's tensor, a sent or received
-        tensor.
+        Bytes are those of an all-gather's output, a reduce-scatter's input, an all-reduce's tensor, the larger side of an
+        all-to-all, a sent or received tensor.
         """
         found = {name: (c[0], c[1]) for name, c in zip(STAGES, self._counts, strict=True) if c[0]}
         for count in self._counts:

@@ -21,13 +21,14 @@ from seatrial.model.decoder import Decoder, stored_name, whole_shapes
 from seatrial.model.lora import freeze_base
 from seatrial.model.source import WeightSource
 from seatrial.parallel.context import apply_context_parallel, own_positions
+from seatrial.parallel.expert import apply_expert_parallel
 from seatrial.parallel.loss import LoadBalancing, cross_entropy
 from seatrial.parallel.mesh import Mesh
 from seatrial.parallel.pipeline import Pipeline
 from seatrial.parallel.recompute import keep_products
 from seatrial.parallel.shard import apply_sharding, free_gathered, prepare_backward
 from seatrial.parallel.stage_clock import StageClock
-from seatrial.parallel.tensor import apply_tensor_parallel, split_dimension, tensor_box
+from seatrial.parallel.tensor import apply_tensor_parallel, of_experts, split_dimension, tensor_box
 from seatrial.record.stages import BACKWARD, FORWARD
 
 
@@ -101,8 +102,9 @@ class ParallelModel:
         # bf16 always goes through FSDP, also in a group of one: FSDP keeps the fp32 weights next to the bf16 ones.
         sharded = layout.replicate * layout.shard > 1 or settings.precision == "bf16"
         data_mesh = mesh.data_mesh(timeout) if sharded else None
+        expert_mesh = mesh.expert_mesh(timeout) if mesh.expert is not None else None
         self.stages = [
-            build_stage(arch, index, mesh, settings, data_mesh)
+            build_stage(arch, index, mesh, settings, data_mesh, expert_mesh)
             for index in layout.stage_indices(mesh.at.pipeline)
         ]
         for stage in self.stages:
@@ -239,7 +241,8 @@ class ParallelModel:
             box = tensor_box(own_name, shapes[name], layout.tensor, mesh.at.tensor)
             local = parameter.detach()
             if isinstance(local, DTensor):
-                offset, size = chunk(box.sizes[0], layout.shard, mesh.at.shard)
+                index = layout.expert_shard(mesh.at.shard) if of_experts(own_name) else mesh.at.shard
+                offset, size = chunk(box.sizes[0], layout.shard, index)
                 box = box.narrow(0, offset, size)
                 local = local.to_local()
             assert tuple(local.shape) == box.sizes, f"{name}: {tuple(local.shape)} is not {box}"
@@ -262,7 +265,12 @@ class ParallelModel:
 
 
 def build_stage(
-    arch: Architecture, index: int, mesh: Mesh, settings: Settings, data_mesh: DeviceMesh | None
+    arch: Architecture,
+    index: int,
+    mesh: Mesh,
+    settings: Settings,
+    data_mesh: DeviceMesh | None,
+    expert_mesh: DeviceMesh | None,
 ) -> Decoder:
     """Build pipeline stage `index` on the meta device: split, compiled and, with a `data_mesh`, sharded; no memory."""
     layout = mesh.layout
@@ -294,6 +302,8 @@ def build_stage(
             in_parts=settings.async_tensor,
             opaque=settings.activation_checkpointing == "selective",
         )
+    if mesh.expert is not None:
+        apply_expert_parallel(model, mesh.expert)
     if arch.lora is not None:
         freeze_base(model)
     if mesh.context is not None:
@@ -313,6 +323,7 @@ def build_stage(
         apply_sharding(
             model,
             data_mesh,
+            expert_mesh,
             compute_dtype=settings.compute_dtype,
             reshard_after_forward=settings.reshard_after_forward,
         )

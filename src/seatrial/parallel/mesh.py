@@ -29,6 +29,8 @@ class Mesh:
     replicate: ProcessGroup | None
     ends: ProcessGroup | None  # first and last pipeline rank of this column, which share a tied embedding
     context: ProcessGroup | None = None  # neighbours within `shard`
+    expert: ProcessGroup | None = None  # neighbours within `shard`, which hold different experts
+    expert_shard: ProcessGroup | None = None  # ranks of `shard` that hold parts of the same experts
 
     @property
     def data_rank(self) -> int:
@@ -57,14 +59,19 @@ class Mesh:
 
     def data_mesh(self, timeout: timedelta) -> DeviceMesh:
         """The mesh for sharded data parallel: [shard], or [replicate, shard]."""
+        return self._mesh(self.shard, range(self.layout.shard), timeout)
+
+    def expert_mesh(self, timeout: timedelta) -> DeviceMesh:
+        """The same for the experts under expert parallel: over the ranks that hold parts of the same ones."""
+        size = self.layout.expert
+        return self._mesh(self.expert_shard, range(self.at.shard % size, self.layout.shard, size), timeout)
+
+    def _mesh(self, shard: ProcessGroup | None, members: range, timeout: timedelta) -> DeviceMesh:
         kind = self.device.type
-        shard = self.shard or _group([self.rank], timeout)
+        shard = shard or _group([self.rank], timeout)
         if self.replicate is None:
             return DeviceMesh.from_group(shard, kind, mesh_dim_names=("shard",))
-        ranks = [
-            [self._rank(replicate=r, shard=s) for s in range(self.layout.shard)]
-            for r in range(self.layout.replicate)
-        ]
+        ranks = [[self._rank(replicate=r, shard=s) for s in members] for r in range(self.layout.replicate)]
         return DeviceMesh.from_group(
             [self.replicate, shard],
             kind,
@@ -104,14 +111,20 @@ def build_mesh(layout: Layout, device: torch.device, timeout: timedelta) -> Mesh
         size = getattr(layout, dimension)
         groups[dimension] = _group(along(dimension, size), timeout) if size > 1 else None
 
-    context = None
-    if layout.context > 1:
-        begin = at.shard - at.shard % layout.context
-        context = _group(along("shard", layout.shard)[begin : begin + layout.context], timeout)
+    column = along("shard", layout.shard)
+
+    def neighbours(size: int) -> ProcessGroup | None:
+        begin = at.shard - at.shard % size
+        return _group(column[begin : begin + size], timeout) if size > 1 else None
+
+    context, expert, expert_shard = neighbours(layout.context), neighbours(layout.expert), None
+    if 1 < layout.expert < layout.shard:
+        expert_shard = _group(column[at.shard % layout.expert :: layout.expert], timeout)
     ends = None
     if layout.pipeline == 2:
         ends = groups["pipeline"]
     elif layout.pipeline > 2 and at.pipeline in (0, layout.pipeline - 1):
-        column = along("pipeline", layout.pipeline)
-        ends = _group([column[0], column[-1]], timeout)
-    return Mesh(layout=layout, rank=rank, at=at, device=device, ends=ends, context=context, **groups)
+        stages = along("pipeline", layout.pipeline)
+        ends = _group([stages[0], stages[-1]], timeout)
+    groups |= {"ends": ends, "context": context, "expert": expert, "expert_shard": expert_shard}
+    return Mesh(layout=layout, rank=rank, at=at, device=device, **groups)

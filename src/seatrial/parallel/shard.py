@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from seatrial.job.schema import Accumulate
-from seatrial.model.decoder import Decoder
+from seatrial.model.decoder import Decoder, SparseMLP
 
 
 def apply_sharding(
-    model: Decoder, mesh: DeviceMesh, *, compute_dtype: torch.dtype, reshard_after_forward: bool
+    model: Decoder,
+    mesh: DeviceMesh,
+    expert_mesh: DeviceMesh | None,
+    *,
+    compute_dtype: torch.dtype,
+    reshard_after_forward: bool,
 ) -> None:
     """Shard each decoder layer and then the rest of `model` over `mesh`.
 
     Weights, gradients and optimizer state stay fp32 shards; layers compute in `compute_dtype`, gradients are reduced
     in fp32. Gradients are summed over ranks, not averaged: the loss is already divided by the tokens of the global
-    batch.
+    batch. With an `expert_mesh` (expert parallel) a layer's experts are sharded over that one: the other ranks' share of their
+    gradients has come with the positions.
     """
+    placed = None if expert_mesh is None else _experts_over(model, expert_mesh)
     policy = MixedPrecisionPolicy()
     if compute_dtype != torch.float32:
         # Hidden states have the right dtype; experts' counts, which a stage of a pipeline gets, must stay fp32.
@@ -27,7 +38,13 @@ def apply_sharding(
             param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+        fully_shard(
+            block,
+            mesh=mesh,
+            mp_policy=policy,
+            reshard_after_forward=reshard_after_forward,
+            shard_placement_fn=placed,
+        )
     # The root's own weights (embedding, last norm, head) are needed again at once by the backward pass.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for module in model.modules():
@@ -35,6 +52,22 @@ def apply_sharding(
             # Plain SUM: gloo has no PREMUL_SUM, which torch would use for a factor of its own.
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
+
+
+def _experts_over(model: Decoder, mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
+    """FSDP2's argument that shards experts over `mesh`. Needs torch 2.12 (`launch.preflight`).
+
+    Experts as a module of their own would be gathered inside the layer, where recomputation sees it.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_common import (
+        FSDPMeshInfo,
+        HSDPMeshInfo,
+        ShardPlacementResult,
+    )
+
+    info = FSDPMeshInfo(mesh, 0) if mesh.ndim == 1 else HSDPMeshInfo(mesh, 1, 0)
+    experts = {p for b in model.blocks if isinstance(b.mlp, SparseMLP) for p in b.mlp.experts.parameters()}
+    return lambda parameter: ShardPlacementResult(Shard(0), info) if parameter in experts else None
 
 
 def free_gathered(model: Decoder) -> None:

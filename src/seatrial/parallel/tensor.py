@@ -25,6 +25,11 @@ _ROW = ("o_proj", "down_proj")
 _OF_EXPERTS = {"gate_proj": 1, "up_proj": 1, "down_proj": 2}  # the experts are the first dimension of each
 
 
+def of_experts(name: str) -> bool:
+    """Whether parameter `name` has a layer's experts as its first dimension."""
+    return name.rpartition(".")[0].endswith(".experts")
+
+
 def split_dimension(name: str) -> int | None:
     """The dimension of parameter `name` that tensor parallel splits; None where it is replicated.
 
@@ -35,7 +40,7 @@ def split_dimension(name: str) -> int | None:
     """
     module, _, kind = name.rpartition(".")
     *_, layer, module = "", *module.split(".")
-    if module == "experts":
+    if of_experts(name):
         return _OF_EXPERTS[kind]
     if module == "lora_A":
         return 1 if layer in _ROW else None

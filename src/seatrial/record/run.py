@@ -215,8 +215,8 @@ def _chosen_before(job: Job, folder: RunFolder) -> dict[str, Any] | None:
     chosen = plan.get("chosen")
     if not isinstance(chosen, dict) or not isinstance(chosen.get("layout"), dict):
         return None
-    # Older records have no `context`.
-    return chosen if {"context": 1, **chosen["layout"]} == job.layout.as_dict() else None
+    # Older records have no `context` and no `expert`.
+    return chosen if {"context": 1, "expert": 1, **chosen["layout"]} == job.layout.as_dict() else None
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -39,16 +39,17 @@ from seatrial.record.jsonl import Problem
     OPTIMIZER,
     SAVE,
     TENSOR,
+    EXPERT,
     CONTEXT,
     SHARD,
     REPLICATE,
     PIPELINE,
     STEP_SUM,
     VALIDATION,
-) = range(13)
+) = range(14)
 STAGES = (
     *("data", "host", "forward", "backward", "optimizer", "save"),
-    *("tensor", "context", "shard", "replicate", "pipeline", "step_sum"),
+    *("tensor", "expert", "context", "shard", "replicate", "pipeline", "step_sum"),
     "validation",
 )
 OWN = SAVE + 1  # number of stages that are the rank's own work; they come first

@@ -51,7 +51,8 @@ _LONGEST_HOP_S = 1e-3  # TCP round trips take 0.1 ms, RDMA 0.01 ms: anything lon
 _SLOWER = (
     1.3  # factor over the time expected for a ring of this size, beyond which bandwidth is considered lower
 )
-_BETWEEN_NODES = ("context", "shard", "replicate", "pipeline", "step_sum")
+_SAME = ("tensor", "context", "expert", "pipeline")  # sizes of which otherwise ranks would do different work
+_BETWEEN_NODES = ("expert", "context", "shard", "replicate", "pipeline", "step_sum")
 _OF_A_LINK = ("link_down", "link_errors", "slow_link", "retransmissions")
 
 
@@ -105,11 +106,11 @@ class _Part:
 def find_causes(base: Observed, here: Observed) -> tuple[Cause, ...]:
     """Why `here` is less efficient than `base`, largest cause first; none if the difference is noise.
 
-    Raises ValueError if their tensor, context or pipeline sizes differ. What remains is "unexplained", if it is at least LEAST_EVERYWHERE.
+    Raises ValueError if their tensor, context, expert or pipeline sizes differ. What remains is "unexplained", if it is at least LEAST_EVERYWHERE.
     """
-    if any(getattr(base.layout, d) != getattr(here.layout, d) for d in ("tensor", "context", "pipeline")):
+    if any(getattr(base.layout, d) != getattr(here.layout, d) for d in _SAME):
         raise ValueError(
-            "the sizes differ in tensor, context or pipeline parallelism: their ranks do different work"
+            "the sizes differ in tensor, context, expert or pipeline parallelism: their ranks do different work"
         )
     times = here.tokens_per_rank / base.tokens_per_rank  # factor of work per rank
     loss = here.step_s - times * base.step_s
@@ -352,10 +353,8 @@ def _grown(d: str, seconds: float, base: Observed, here: Observed, times: float,
     if size is None:
         evidence.append("latency or bandwidth: unknown, because message sizes are unknown")
         return _Part("communication", seconds, d, (d,), evidence=tuple(evidence))
-    if d in (
-        "pipeline",
-        "step_sum",
-    ):  # not rings: point-to-point sends, and a sum that waits for the last rank
+    if d in ("pipeline", "expert", "step_sum"):
+        # Not rings: point-to-point sends, all-to-all, and a sum that waits for the last rank.
         evidence.append(f"{units.memory(size)} per message on average")
         return _Part("communication", seconds, d, (d,), evidence=tuple(evidence))
     part, took = size / members, float(lower_median(here.groups(d).seconds).max())
@@ -397,7 +396,7 @@ def _bubble(base: Observed, here: Observed, times: float, grown: Mapping[str, fl
     now, then = idle_share(here), idle_share(base)
     if now is None or then is None:
         return max(0.0, grown["pipeline"]), 0.0
-    inside = [d for d in ("tensor", "context", "shard") if getattr(here.layout, d) > 1]
+    inside = [d for d in ("tensor", "expert", "context", "shard") if getattr(here.layout, d) > 1]
     passes = float(lower_median(here.work("compute")).max())
     passes += sum(float(lower_median(here.groups(d).seconds).max()) for d in inside)
     work = float((lower_median(here.work("compute")) - times * lower_median(base.work("compute"))).max())

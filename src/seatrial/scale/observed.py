@@ -19,6 +19,7 @@ from seatrial.record.stages import (
     BACKWARD,
     CONTEXT,
     DATA,
+    EXPERT,
     FORWARD,
     HOST,
     OPTIMIZER,
@@ -35,12 +36,14 @@ from seatrial.record.stages import (
 _KEPT = 0.9  # share of the steps that is used, without the slowest: in any run a few are disturbed
 NORMAL = 1.4826  # standard deviation / median absolute deviation of a normal distribution
 OWN_WORK = {"compute": (FORWARD, BACKWARD, OPTIMIZER), "data": (DATA,), "host": (HOST,)}
-# Of steps x pipeline x replicate x sample shards x context x tensor. States are sharded over the ranks of `context` too.
+# Of steps x pipeline x replicate x outer shards x context or expert x tensor: these two are not combined, and states are
+# sharded over their ranks too.
 _AXES = {
     "pipeline": (1,),
     "replicate": (2,),
     "shard": (3, 4),
     "context": (4,),
+    "expert": (4,),
     "tensor": (5,),
     "step_sum": (1, 2, 3, 4, 5),
 }
@@ -49,6 +52,7 @@ _STAGE = {
     "replicate": REPLICATE,
     "shard": SHARD,
     "context": CONTEXT,
+    "expert": EXPERT,
     "tensor": TENSOR,
     "step_sum": STEP_SUM,
 }
@@ -144,7 +148,7 @@ class Observed:
 
     def dimensions(self) -> list[str]:
         """Dimensions with more than one rank."""
-        names = ("tensor", "context", "shard", "replicate", "pipeline")
+        names = ("tensor", "expert", "context", "shard", "replicate", "pipeline")
         found = [name for name in names if getattr(self.layout, name) > 1]
         if self._merged and "replicate" in found:
             found.remove("replicate")
@@ -158,7 +162,8 @@ class Observed:
     def groups(self, dimension: str) -> Groups:
         """The groups along `dimension`."""
         layout = self.layout
-        shape = (layout.pipeline, layout.replicate, layout.sample_shards, layout.context, layout.tensor)
+        inner = max(layout.context, layout.expert)
+        shape = (layout.pipeline, layout.replicate, layout.shard // inner, inner, layout.tensor)
         axes = (2, 3, 4) if dimension == "shard" and self._merged else _AXES[dimension]
         wait = self.seconds[self._kept][:, :, _STAGE[dimension]].reshape(-1, *shape)
         least = wait.min(axis=axes, keepdims=True).mean(axis=0)

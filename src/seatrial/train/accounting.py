@@ -10,7 +10,7 @@ from seatrial.parallel.build import ParallelModel
 from seatrial.record.collectives import CollectivesWriter
 from seatrial.record.connections import write_connections
 from seatrial.record.folder import RunFolder
-from seatrial.record.stages import REPLICATE, SHARD, STAGES, TENSOR, StageWriter
+from seatrial.record.stages import EXPERT, REPLICATE, SHARD, STAGES, TENSOR, StageWriter
 
 
 class Accounting:
@@ -55,6 +55,8 @@ class Accounting:
         self._write()
         if self._collectives is not None:
             counted = self._blocked.counted()
+            # Their bytes depend on which experts the router chooses: there would be a line for every step.
+            counted.pop(STAGES[EXPERT], None)
             if STAGES[TENSOR] in self._not_separated:
                 counted.pop(STAGES[TENSOR], None)  # compiled code hides some of them
             try:

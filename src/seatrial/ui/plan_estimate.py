@@ -112,6 +112,7 @@ def _dimensions(sent: Sent) -> str:
         ("pipeline", sent.pipeline),
         ("data", sent.data),
         ("context", sent.context),
+        ("expert", sent.expert),
     )
     by = ", ".join(f"{name} {data(n)}" for name, n in kinds if n >= 0.5)
     return f"{data(sent.sent)} per step ({by})" if by else "nothing"

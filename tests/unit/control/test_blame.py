@@ -285,6 +285,13 @@ def test_what_a_group_is_in_the_layout(ranks: Iterable[int], name: str) -> None:
     assert dimension(LARGE, tuple(ranks)) == name
 
 
+def test_a_group_that_exchanges_with_experts() -> None:
+    layout = Layout(shard=8, expert=4, tensor=2)
+    assert dimension(layout, (0, 2, 4, 6)) == "expert group"
+    assert dimension(layout, (0, 8)) == "shard group"
+    assert dimension(Layout(replicate=2, shard=4, expert=4), range(4)) == "expert or shard group"
+
+
 def test_many_ranks_are_not_named_one_by_one() -> None:
     text = str(find_blame(Hang(Layout(shard=32), {9: 1}).sightings(), Layout(shard=32)))
     assert "and 24 more" in text

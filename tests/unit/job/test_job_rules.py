@@ -51,7 +51,7 @@ from seatrial.job.schema import JobFile
         (("optimizer.decay=wsd", "optimizer.decay_steps=150", "optimizer.warmup_steps=51"), "--set optimizer.decay_steps=150", "warmup_steps 51 + decay_steps 150 is more than train.steps 200", "optimizer.warmup_steps=50"),
         (("optimizer.decay=wsd", "optimizer.warmup_steps=181"), "--set optimizer.warmup_steps=181", "warmup_steps 181 + decay_steps 20 (a tenth of the steps) is more than train.steps 200", "optimizer.warmup_steps=180"),
         (("optimizer.decay_steps=5",), "--set optimizer.decay_steps=5", 'decay_steps is only used with decay = "wsd", not "cosine"', "optimizer.decay=wsd"),
-        (("parallel.expert=2",), "--set parallel.expert=2", "expert parallel is not supported in this version", "parallel.expert=1"),
+        (("parallel.expert=2",), "--set parallel.expert=2", "expert 2 has no effect: the model has no experts", "parallel.expert=1"),
         (("parallel.shard=1", "parallel.context=2", "train.sequence_length=252"), "--set train.sequence_length=252", "sequence_length 252 is not divisible by 2 x context 2 x tensor 2 = 8", "train.sequence_length=248"),
         (("cluster.spares=1", "resilience.max_restarts=0"), "--set cluster.spares=1", "spares has no effect: max_restarts is 0", "resilience.max_restarts=1"),
         (("resilience.allow_gpu_reset=true", "resilience.max_restarts=0"), "--set resilience.allow_gpu_reset=true", "allow_gpu_reset has no effect", "resilience.allow_gpu_reset=false"),
@@ -388,6 +388,7 @@ def test_a_model_with_experts_has_the_defaults_of_its_family() -> None:
         (("model.num_experts=3",), "parallel.shard", "num_experts 3 is not divisible by shard 2: each rank's shard of a layer is whole experts", None),
         (("model.lora={rank=4, alpha=8}",), "--set model.lora={rank=4, alpha=8}", "[model.lora] with experts is not supported", None),
         (("parallel.context=2", "parallel.pipeline=1"), "--set parallel.context=2", "context 2 with experts is not supported", "parallel.context=1"),
+        (("parallel.expert=4",), "--set parallel.expert=4", "expert 4 does not divide shard 2", "parallel.expert=2"),
         (("train.compile=true",), "--set train.compile=true", "compile = true with experts is not supported", "train.compile=false"),
     ],
 )  # fmt: skip

@@ -81,8 +81,9 @@ def test_stages_map_to_the_plans_parts() -> None:
     passes = 3.0 + 4.0
     assert seconds(found)[RESULT] == 2.0
     assert seconds(found)["computation below peak"] == pytest.approx(passes - 2.0)
-    assert seconds(found)["context-parallel communication"] == 8.0
-    assert seconds(found)["data-parallel communication"] == pytest.approx(9.0 + 10.0)
+    assert seconds(found)["expert-parallel communication"] == 8.0
+    assert seconds(found)["context-parallel communication"] == 9.0
+    assert seconds(found)["data-parallel communication"] == pytest.approx(10.0 + 11.0)
     assert found.mfu == pytest.approx(2.0 / sum(range(1, len(STAGES) + 1)))
     planned = {share.name: share.seconds for share in predicted().waterfall}
     row = next(row for row in found.rows if row.name == "optimizer")
@@ -109,7 +110,7 @@ def test_uneven_stages_count_as_pipeline() -> None:
     table[:4, PIPELINE] += 1.0
     found = step_waterfall(measured(table), 2, model_flops_s=2.0, prediction=predicted())
     assert seconds(found)["computation below peak"] == pytest.approx(7.5 - 2.0)
-    assert seconds(found)["pipeline bubble and communication"] == pytest.approx(11.0 + 0.5)
+    assert seconds(found)["pipeline bubble and communication"] == pytest.approx(12.0 + 0.5)
 
 
 def test_tensor_waits_inside_compiled_blocks_are_one_row() -> None:

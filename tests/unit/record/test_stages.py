@@ -58,9 +58,9 @@ def test_what_is_written_is_read(file: Path) -> None:
     assert read.seconds.tolist() == [row(7), row(8), row(9)]
 
 
-def test_a_record_is_56_bytes(file: Path) -> None:
+def test_a_record_is_60_bytes(file: Path) -> None:
     head = file.read_bytes().index(b"\n") + 1
-    assert file.stat().st_size - head == 3 * 56
+    assert file.stat().st_size - head == 3 * 60
 
 
 @pytest.mark.parametrize("lost", [1, 4, 47])

@@ -16,6 +16,7 @@ from seatrial.record.stages import (
     BACKWARD,
     CONTEXT,
     DATA,
+    EXPERT,
     FORWARD,
     PIPELINE,
     REPLICATE,
@@ -137,6 +138,14 @@ def test_a_slow_context_group_is_named() -> None:
     found = only(find_causes(size(old, usual), size(layout, usual | slow)))
     assert (found.kind, found.dimensions, found.ranks) == ("network", ("context",), (2, 3))
     assert found.seconds == pytest.approx(0.4)
+
+
+def test_a_slow_expert_group_is_named() -> None:
+    layout, old = Layout(shard=4, expert=2), Layout(shard=2, expert=2)
+    usual = {(-1, EXPERT): 0.1, (-1, SHARD): 0.05}
+    slow = {(2, EXPERT): 0.4, (3, EXPERT): 0.4, (0, SHARD): 0.4, (1, SHARD): 0.4}
+    found = only(find_causes(size(old, usual), size(layout, usual | slow)))
+    assert (found.kind, found.dimensions, found.ranks) == ("network", ("expert",), (2, 3))
 
 
 def test_slower_exchange_of_keys_is_communication() -> None:

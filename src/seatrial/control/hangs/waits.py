@@ -151,8 +151,9 @@ def dimension(layout: Layout, ranks: Sequence[int]) -> str:
         return "world"
     at = [layout.coordinates(r) for r in ranks]
     axes = [n for n in ("tensor", "shard", "replicate", "pipeline") if len({getattr(a, n) for a in at}) > 1]
-    if axes == ["shard"] and len({a.shard // layout.context for a in at}) == 1:
-        axes = ["context" if layout.context < layout.shard else "context or shard"]
+    inner, size = ("expert", layout.expert) if layout.expert > 1 else ("context", layout.context)
+    if axes == ["shard"] and len({a.shard // size for a in at}) == 1:
+        axes = [inner if size < layout.shard else f"{inner} or shard"]
     return f"{axes[0]} group" if len(axes) == 1 else "group"
 
 

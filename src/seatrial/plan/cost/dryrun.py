@@ -33,12 +33,16 @@ _WORKER = "seatrial.train.dryrun.process"
 class Traffic:
     """All collectives of one kind over one dimension, in one step of one rank."""
 
-    kind: str  # all-gather, reduce-scatter, all-reduce, send, receive, broadcast
-    dimension: str  # tensor, pipeline, shard, replicate, ends (of the pipeline: a tied embedding), world
+    kind: str  # all-gather, reduce-scatter, all-reduce, all-to-all, send, receive, broadcast
+    # tensor, pipeline, context, expert, shard, replicate, ends (of the pipeline: a tied embedding), world,
+    # expert_shard (the ranks of `shard` with the same experts)
+    dimension: str
     dtype: str
     ranks: int  # participating
     calls: int
-    payload_bytes: int  # of whole tensors: the output of an all-gather, the input of a reduce-scatter
+    payload_bytes: (
+        int  # of whole tensors: the output of an all-gather, the input of a reduce-scatter or all-to-all
+    )
 
     @property
     def sent_bytes(self) -> float:
@@ -48,7 +52,8 @@ class Traffic:
         broadcast is forwarded once.
         """
         part = (self.ranks - 1) / self.ranks
-        factor = {"all-gather": part, "reduce-scatter": part, "all-reduce": 2 * part, "receive": 0.0}
+        factor = dict.fromkeys(("all-gather", "reduce-scatter", "all-to-all"), part)
+        factor |= {"all-reduce": 2 * part, "receive": 0.0}
         return self.payload_bytes * factor.get(self.kind, 1.0)
 
 
@@ -235,6 +240,7 @@ def _traffic(job: Job, at: Grid, traces: list[dict[str, Any]]) -> tuple[Traffic,
             payload[-1][key] = payload[-1].get(key, 0) + n * n_bytes
     all_calls, all_payload = extrapolate(at, calls), extrapolate(at, payload)
     sizes = {"world": job.layout.world_size, "ends": 2}
+    sizes["expert_shard"] = job.layout.shard // job.layout.expert
     return tuple(
         Traffic(
             kind,
@@ -259,5 +265,9 @@ def _notes(job: Job, device: Device) -> list[str]:
         notes.append(
             "attend_across_documents = false: which attention kernel CUDA uses with a bias, and what it saves, is unknown; "
             "the memory of flash attention and of the bias is counted"
+        )
+    if job.layout.expert > 1:
+        notes.append(
+            "the positions are spread evenly over the experts: where they are not, some ranks get and hold more"
         )
     return notes

@@ -109,6 +109,12 @@ def layer_share(model: Architecture, tensor: int) -> float:
     return own + model.adapter_parameters(tensor)
 
 
+def experts_elsewhere(model: Architecture, recipe: Recipe, layers: int) -> float:
+    """Parameters of experts of `layers` that other ranks of an expert group compute, on one tensor-parallel rank."""
+    share = 1 - 1 / recipe.layout.expert
+    return share * layers * model.num_experts * model.expert_parameters / recipe.layout.tensor
+
+
 def rank_parameters(model: Architecture, recipe: Recipe, rank: int) -> float:
     """Parameters of a pipeline rank on one tensor-parallel rank, before data parallel shards them."""
     layout = recipe.layout
@@ -196,7 +202,7 @@ def _metrics(end: Memory, model: Architecture, recipe: Recipe, stack: Stack, ran
 
 
 def _backward(base: Memory, model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> Memory:
-    layer = layer_share(model, recipe.layout.tensor)
+    layer = layer_share(model, recipe.layout.tensor) - experts_elsewhere(model, recipe, 1)
     if model.lora is not None:
         layer = model.adapter_parameters(recipe.layout.tensor)
     whole = layer_activations(model, recipe, stack)
@@ -282,7 +288,8 @@ def _base(model: Architecture, recipe: Recipe, stack: Stack, rank: int, n: float
         parameters, optimizer = weight * n / recipe.shard_ranks, state * trained / recipe.shard_ranks
         gradients = gradient * trained / recipe.shard_ranks if recipe.microbatches > 1 else 0.0
         if not _reduces_at_once(recipe, stack):
-            unsharded = 4 * trained - gradients
+            layers = sum(recipe.layout.rank_layers(rank, model.num_hidden_layers))
+            unsharded = 4 * (trained - experts_elsewhere(model, recipe, layers)) - gradients
     else:
         parameters = float(weight * n)
         gradients, optimizer = float(gradient * trained), float(state * trained)
@@ -304,6 +311,7 @@ def _runtime(recipe: Recipe, stack: Stack) -> float:
     if recipe.world > 1:
         groups = 1 + stack.groups + min(2, layout.pipeline - 1)
         groups += (layout.tensor > 1) + (recipe.context > 1)
+        groups += (layout.expert > 1) + (1 < layout.expert < layout.shard)
         full = recipe.sharding == "full"
         groups += (recipe.shard_ranks if full else recipe.context * layout.data_parallel) > 1
         groups += full and layout.replicate > 1
@@ -320,10 +328,12 @@ def _gathered(model: Architecture, recipe: Recipe, rank: int, n: float, *, layer
     wrapped = recipe.shard_ranks * recipe.layout.replicate > 1 or recipe.precision != "fp32"
     if recipe.sharding != "full" or not wrapped:
         return 0.0
+    held = sum(recipe.layout.rank_layers(rank, model.num_hidden_layers))
+    n -= experts_elsewhere(model, recipe, held)
     if not recipe.reshard or recipe.layout.pipeline > 1:
         return recipe.width * (n - _freed(model, recipe, rank))
-    held = sum(recipe.layout.rank_layers(rank, model.num_hidden_layers))
-    return recipe.width * (n - (held - min(layers, held)) * layer_share(model, recipe.layout.tensor))
+    layer = layer_share(model, recipe.layout.tensor) - experts_elsewhere(model, recipe, 1)
+    return recipe.width * (n - (held - min(layers, held)) * layer)
 
 
 def _freed(model: Architecture, recipe: Recipe, rank: int) -> float:
@@ -334,7 +344,7 @@ def _freed(model: Architecture, recipe: Recipe, rank: int) -> float:
     """
     if recipe.layout.pipeline == 1 or recipe.layout.stages_per_rank <= ACTIVE_STAGES:
         return 0.0
-    layer = layer_share(model, recipe.layout.tensor)
+    layer = layer_share(model, recipe.layout.tensor) - experts_elsewhere(model, recipe, 1)
     stages = [count * layer for count in recipe.layout.rank_layers(rank, model.num_hidden_layers)]
     root = root_parameters(model, recipe, rank)
     stages[0 if rank == 0 else -1] += root
@@ -449,11 +459,13 @@ def _routing(model: Architecture, recipe: Recipe) -> float:
     """Bytes that a layer with experts saves besides what their products and activations do; the same on all tensor ranks.
 
     The positions gathered for the router, and again in the order of the experts; the router's probabilities; of each
-    position and expert its index (8 bytes), its place in the order and back (16), its weight in fp32 and as it is applied.
+    position and expert its index (8 bytes), its place in the order and back (16), its weight in fp32 and as it is applied;
+    under expert parallel also its place among those that arrive, and back.
     """
     t, n, width, k = recipe.tokens, recipe.layout.tensor, recipe.width, model.num_experts_per_tok
     gathered = 1 - 1 / n  # instead of this rank's positions
-    return t * (width * model.hidden_size * (gathered + k) + 4 * model.num_experts + (28 + width) * k)
+    each = 28 + width + (16 if recipe.layout.expert > 1 else 0)
+    return t * (width * model.hidden_size * (gathered + k) + 4 * model.num_experts + each * k)
 
 
 def _adapters_keep(model: Architecture, n: int) -> float:

@@ -60,12 +60,13 @@ class Sent:
 
     tensor: float
     context: float
+    expert: float
     pipeline: float
     data: float
 
     @property
     def sent(self) -> float:
-        return self.tensor + self.context + self.pipeline + self.data
+        return self.tensor + self.context + self.expert + self.pipeline + self.data
 
 
 @dataclass(frozen=True)
@@ -364,6 +365,7 @@ def rank_traffic(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Sta
     # Keys and values: gathered, gathered again for the backward pass unless they are kept as by ours, gradients reduced.
     exchanges = (2 if stack.name in OURS else 3) + share * keys_again
     context = layers * m * exchanges * width * r.tokens * 2 * model.kv_width / n * (r.context - 1)
+    expert = _exchanged(model, r, rank) * (layout.expert - 1) / layout.expert
     message = m * _hidden_bytes(model, r) * width / 2
     per_rank, last = layout.stages_per_rank, layout.pipeline - 1
     tied = _tied_bytes(model, r, stack) if rank in (0, last) else 0.0
@@ -372,7 +374,7 @@ def rank_traffic(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Sta
     crossing += (per_rank - (rank == last)) * _leaves(r, fabric, rank)
     mine, trained = rank_parameters(model, r, rank), trained_parameters(model, r, rank)
     root = root_parameters(model, r, rank)
-    copies = 0.0
+    copies = apart = 0.0
     if r.sharding == "full":
         cut = (r.shard_ranks - 1) / r.shard_ranks
         # The root's weights are not freed by forward passes.
@@ -382,7 +384,13 @@ def rank_traffic(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Sta
             each = stage_gathers(r, rank)
             at_root = each[0] if rank == 0 else each[-1]
             gathers += width * root * (at_root - before)
-        data = cut * (gathers + stack.gradient_bytes * trained * _reductions(r, stack))
+        reduced = stack.gradient_bytes * _reductions(r, stack)
+        data = cut * (gathers + reduced * trained)
+        if layout.expert > 1:  # a rank gathers and reduces its own experts, over the ranks with the same ones
+            experts = layers * model.num_experts * model.expert_parameters / n
+            experts *= (width * (before + after) + reduced) / r.shard_ranks
+            apart = experts * (r.shard_ranks / layout.expert - 1)
+            data -= experts * (r.shard_ranks - 1)
         copies = (
             stack.gradient_bytes * trained / r.shard_ranks * 2 * (layout.replicate - 1) / layout.replicate
         )
@@ -395,13 +403,33 @@ def rank_traffic(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Sta
         data *= (ranks - 1) / ranks
     at = shard_group(r, fabric) if r.sharding == "full" else data_group(r, fabric)
     within = group(fabric.cluster, stride=n, size=r.context)
+    same = group(fabric.cluster, stride=n * layout.expert, size=r.shard_ranks // layout.expert)
     leaving = Sent(
         _ring_leaves(tensor, tensor_group(r, fabric)),
         _ring_leaves(context, within),
+        _all_to_all_leaves(expert, group(fabric.cluster, stride=n, size=layout.expert)),
         message * crossing + (tied if fabric.cluster.several_domains else 0.0),
-        _ring_leaves(data, at) + _ring_leaves(copies, replicate_group(r, fabric)),
+        _ring_leaves(data, at) + _ring_leaves(apart, same) + _ring_leaves(copies, replicate_group(r, fabric)),
     )
-    return Traffic(tensor, context, pipe, data + copies, leaving)
+    return Traffic(tensor, context, expert, pipe, data + apart + copies, leaving)
+
+
+def _exchanged(model: Architecture, recipe: Recipe, rank: int) -> float:
+    """Bytes that expert parallel exchanges in a step, those that stay included, if all experts get the same.
+
+    Of each position and expert its hidden states before and after the expert, its weight in fp32, and the gradients of these;
+    of each expert how many it gets. A recomputed layer repeats what is not a gradient.
+    """
+    counts = recipe.layout.rank_layers(rank, model.num_hidden_layers)
+    slots = recipe.tokens * model.num_experts_per_tok
+    one = slots * (2 * recipe.width * model.hidden_size + 4)
+    forward, layers = one + 4 * model.num_experts, sum(counts)
+    return float(recipe.microbatches * (layers * (forward + one) + recipe.recomputed_of(counts) * forward))
+
+
+def _all_to_all_leaves(sent: float, at: Group) -> float:
+    """The bytes that leave a domain of those that a GPU sends to all others equally."""
+    return sent * (at.size - at.per_domain) / (at.size - 1) if at.domains > 1 else 0.0
 
 
 def _ring_leaves(sent: float, at: Group) -> float:

@@ -376,7 +376,7 @@ def _crossover(
 
 def short(recipe: Recipe) -> str:
     """TP8 PP2 FSDP8, the usual notation of layouts; with replicas "FSDP8 DP4", with several stages a rank "PP2x4",
-    "TP8 async" with communication overlapped with products.
+    "TP8 async" with communication overlapped with products, "FSDP8 EP4" with experts divided among 4 ranks of 8.
     """
     at = recipe.layout
     stages = f"x{at.stages_per_rank}" if at.stages_per_rank > 1 else ""
@@ -384,6 +384,8 @@ def short(recipe: Recipe) -> str:
     words = [f"TP{at.tensor}{behind}", f"PP{at.pipeline}{stages}", f"FSDP{at.shard}"]
     if recipe.context > 1:
         words.insert(1, f"CP{recipe.context}")
+    if at.expert > 1:
+        words.append(f"EP{at.expert}")
     if at.replicate > 1:
         words.append(f"DP{at.replicate}")
     return " ".join(words)
@@ -394,7 +396,7 @@ def difference(a: Recipe, b: Recipe) -> str:
     here, there = a.layout, b.layout
     entries = [
         f"{name} {getattr(there, name)}"
-        for name in ("tensor", "pipeline", "shard", "replicate")
+        for name in ("tensor", "pipeline", "shard", "expert", "replicate")
         if getattr(here, name) != getattr(there, name)
     ]
     if a.context != b.context:

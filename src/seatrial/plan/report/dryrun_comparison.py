@@ -107,13 +107,14 @@ def _pairs(model: Architecture, recipe: Recipe, shape: Cluster, step: RankStep) 
     ours = stack_for(recipe)
     held = rank_memory(model, recipe, ours, step.at.pipeline)
     sent = rank_traffic(model, recipe, Fabric.of(shape, recipe), ours, step.at.pipeline)
-    data = step.sent_bytes("shard") + step.sent_bytes("replicate")
+    data = sum(step.sent_bytes(d) for d in ("shard", "expert_shard", "replicate"))
     products = sum(n for (_, kind), n in step.flops.items() if kind == "matmul")
     return (
         Pair("weights", "bytes", held.parameters, step.parameter_bytes),
         Pair("optimizer state", "bytes", held.optimizer, step.optimizer_bytes),
         Pair("highest point of memory", "bytes", held.allocated, step.peak_bytes),
         Pair("tensor parallel", "bytes sent", sent.tensor, step.sent_bytes("tensor")),
+        Pair("expert parallel", "bytes sent", sent.expert, step.sent_bytes("expert")),
         Pair("context parallel", "bytes sent", sent.context, step.sent_bytes("context")),
         Pair("pipeline", "bytes sent", sent.pipeline, step.sent_bytes("pipeline") + step.sent_bytes("ends")),
         Pair("data parallel", "bytes sent", sent.data, data),

@@ -31,6 +31,7 @@ _PIPELINE = "pipeline bubble and communication"
 TABLE: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     (_BELOW_PEAK, _KERNELS, ("forward", "backward")),
     ("tensor-parallel communication", ("tensor-parallel communication",), ("tensor",)),
+    ("expert-parallel communication", (), ("expert",)),
     ("context-parallel communication", ("context-parallel communication",), ("context",)),
     (_PIPELINE, ("pipeline bubble and uneven stages", "pipeline communication"), ("pipeline",)),
     ("data-parallel communication", ("data-parallel communication",), ("shard", "replicate")),

@@ -24,6 +24,7 @@ KINDS: dict[str, Kind] = {
     "recomputation": "recomputation",
     "tensor-parallel communication": "communication",
     "context-parallel communication": "communication",
+    "expert-parallel communication": "communication",
     "pipeline communication": "communication",
     "data-parallel communication": "communication",
     "compute slowed by overlap": "communication",

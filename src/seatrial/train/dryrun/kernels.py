@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seatrial.parallel import context
+from seatrial.parallel import context, expert
 
 _flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
 
@@ -74,6 +74,25 @@ def cuda_kernels() -> Iterator[None]:
         (F, "scaled_dot_product_attention", _attention),
         (context, "lower_right", lambda _queries, _seen: None),  # as attention knows it
     )
+    with _replaced(kernels):
+        yield
+
+
+def _balanced(sent_nx: Tensor, _received_nx: Tensor, rows: int) -> tuple[list[int], list[int]]:
+    n = len(sent_nx)
+    sizes = [rows // n + (rank < rows % n) for rank in range(n)]
+    return sizes, sizes
+
+
+@contextmanager
+def balanced_experts() -> Iterator[None]:
+    """Context in which every rank of expert parallel sends as much to each: fake tensors do not say how much."""
+    with _replaced(((expert, "split_sizes", _balanced),)):
+        yield
+
+
+@contextmanager
+def _replaced(kernels: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
     originals = [(module, name, getattr(module, name)) for module, name, _ in kernels]
     try:
         for module, name, kernel in kernels:

@@ -31,12 +31,13 @@ _COLLECTIVES: dict[Any, tuple[str, str]] = {
     _c10d.allreduce_: ("all-reduce", "tensors"),
     _c10d._allgather_base_: ("all-gather", "output_tensor"),
     _c10d._reduce_scatter_base_: ("reduce-scatter", "input_tensor"),
+    _c10d.alltoall_base_: ("all-to-all", "input"),
     _c10d.broadcast_: ("broadcast", "tensors"),
     _c10d.send: ("send", "tensors"),
     _c10d.recv_: ("receive", "tensors"),
     _c10d.recv_any_source_: ("receive", "tensors"),
 }
-_DATA = ("shard", "replicate")  # dimensions whose collectives are sharded data parallel's
+_DATA = ("shard", "expert_shard", "replicate")  # dimensions whose collectives are sharded data parallel's
 _FORWARD_ATTENTION = {
     _aten._scaled_dot_product_flash_attention,
     _aten._scaled_dot_product_flash_attention_for_cpu,
@@ -56,7 +57,7 @@ class Counts:
     # and its backward pass five products, since the kernel computes the scores again: 10 B N T^2 H after 4 B N T^2 H.
     flops: Counter[tuple[str, str]] = field(default_factory=Counter)
     # (kind, dimension, dtype, bytes of one) -> calls. Bytes are those of the whole tensor: of an all-gather the output,
-    # of a reduce-scatter the input, else the message.
+    # of a reduce-scatter the input, of an all-to-all what this rank sends, else the message.
     collectives: Counter[tuple[str, str, str, int]] = field(default_factory=Counter)
 
 
@@ -217,7 +218,7 @@ def _attention_product(query_BNTH: Tensor, key_BKSH: Tensor) -> int:
 def dimensions(mesh: Any) -> dict[str, str]:
     """Name of each process group of this rank -> its dimension of the layout (`mesh`: `parallel.mesh.Mesh`)."""
     names = {}
-    for dimension in ("ends", "tensor", "context", "pipeline", "shard", "replicate"):
+    for dimension in ("ends", "tensor", "expert", "context", "pipeline", *_DATA):
         group = getattr(mesh, dimension)
         if group is not None:
             names[group.group_name] = dimension

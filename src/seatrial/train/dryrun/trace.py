@@ -1,9 +1,9 @@
 """One training step of one rank in a world of any size: the trainer's own code, on fake tensors.
 
 A fake process group has the full world's size, so that models are sharded as in training; tensors have a shape but no
-data. It runs `rank.build` and `step.train_step`, as in training. Three things are replaced: CUDA's kernels, if the job
-is for CUDA (`dryrun.kernels`); a pipeline's first message, whose value is read; and the all-reduce of a step's vector,
-which depends on the device type.
+data. It runs `rank.build` and `step.train_step`, as in training. Four things are replaced: CUDA's kernels, if the job
+is for CUDA (`dryrun.kernels`); a pipeline's first message, whose value is read; how many positions ranks send each other's
+experts, which is read too; and the all-reduce of a step's vector, which depends on the device type.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from seatrial.job.job import Job
 from seatrial.model.decoder import Decoder
 from seatrial.parallel.build import ParallelModel
 from seatrial.parallel.mesh import Mesh, build_mesh
-from seatrial.train.dryrun.kernels import cuda_kernels
+from seatrial.train.dryrun.kernels import balanced_experts, cuda_kernels
 from seatrial.train.dryrun.recorder import GRADIENTS, Counts, Recorder, dimensions
 from seatrial.train.dryrun.timeline import Peak, Timeline, microbatch_label, position
 from seatrial.train.optimizer import ShardedOptimizer
@@ -62,9 +62,9 @@ class _DryMesh(Mesh):
 
     kind: str
 
-    def data_mesh(self, timeout: timedelta) -> DeviceMesh:
+    def _mesh(self, *args: Any) -> DeviceMesh:
         with unset_fake_temporarily():  # it reads the ranks back from a tensor
-            return super().data_mesh(timeout)
+            return super()._mesh(*args)
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         if self.kind == "cuda" and self.layout.world_size > 1:
@@ -150,6 +150,7 @@ def trace(job: Job, rank: int, kind: str, *, steps: int = 1, edges: tuple[int, i
         modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         if kind == "cuda":
             modes.enter_context(cuda_kernels())
+        modes.enter_context(balanced_experts())
         with _plain_memory():
             model, optimizer = build(job, mesh, _NoWeights())
         if model._pipeline is not None:
