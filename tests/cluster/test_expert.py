@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from test_parity import (
     read_runs,
 )
 
-from conftest import run_cases
+from conftest import each_case, run_cases, selected_cases
 
 pytestmark = pytest.mark.cluster
 
@@ -70,6 +69,7 @@ _LONG = {
     *("ep2-pp2", "ep2-tp2", "ep2-fsdp2", "ep2-replicate2", "ep2-recompute", "ep2-interleaved"),
     *("ep2-tp2-pp2-async", "ep2-zero-bubble-fsdp2-recompute", "ep2-pp2-sharded"),
 }
+_CI = EXPERT.keys() - _LONG - {"ep2-one-sided", "ep2-tp2-selective"}
 ONES: dict[str, dict[str, Any]] = {
     "one": {},
     "one-documents": {"documents": True},
@@ -89,19 +89,12 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
-def _each(names: Iterable[str]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize(
-        "name", [pytest.param(n, marks=pytest.mark.long if n in _LONG else ()) for n in names]
-    )
-
-
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
-    """Every case, run once; of the long ones those that a selected test reads."""
+    """Every case, run once; of those with marks what a selected test reads."""
     out = tmp_path_factory.mktemp("expert")
-    selected = [item for item in request.session.items if item.path == request.path]
-    wanted = {item.callspec.params.get("name") for item in selected if hasattr(item, "callspec")}
-    expert = {name: case for name, (case, _) in EXPERT.items() if name not in _LONG - wanted}
+    unwanted = (_LONG | _CI) - selected_cases(request)
+    expert = {name: case for name, (case, _) in EXPERT.items() if name not in unwanted}
     ones = {name: {"layout": {}, **case} for name, case in ONES.items()}
     common = {"tied": False, "family": "qwen3_moe", "steps": 2}
     cases = [{**common, "name": name, **case} for name, case in (ones | expert | OTHERS).items()]
@@ -110,7 +103,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return read_runs(out, cases)
 
 
-@_each(EXPERT)
+@each_case(EXPERT, long=_LONG, ci=_CI)
 def test_it_trains_as_one_process(name: str, runs: dict[str, Ran]) -> None:
     ran, peer = runs[name], EXPERT[name][1]
     loss, norm = _differences(ran, runs[peer])

@@ -124,6 +124,7 @@ def test_killed_rank_of_a_context_group_resumes_bit_for_bit(begin: Begin, tmp_pa
     assert_same(trial, undisturbed(tmp_path / "undisturbed", *settings))
 
 
+@pytest.mark.ci
 def test_killed_rank_of_an_expert_group_resumes_bit_for_bit(begin: Begin, tmp_path: Path) -> None:
     expert = ("parallel.expert=2", "parallel.shard=4", "parallel.tensor=1", "parallel.pipeline=1")
     sizes = ("num_experts=8", "num_experts_per_tok=2", "moe_intermediate_size=16")
