@@ -95,7 +95,7 @@ def test_the_masks_are_very_unequal() -> None:
     assert of_ranks.max() > 8 * of_ranks.float().median()
 
 
-def test_it_is_the_mean_over_the_targets_that_count_plainly_computed(runs: dict[str, Ran]) -> None:
+def test_it_is_the_mean_over_the_targets_that_count(runs: dict[str, Ran]) -> None:
     model = load_whole(ARCH, NoisyWeights(ARCH, seed=1)).train()
     rows = batch(0)
     target = rows[:, 1:].masked_fill(~counted(0, {}), -100)

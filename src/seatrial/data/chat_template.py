@@ -18,7 +18,7 @@ from jinja2.parser import Parser
 from seatrial.base.errors import Diagnostic, InputError
 from seatrial.base.files import read_json, read_text
 
-_FOLDER, _FILE, _CONFIG = "chat_templates", "chat_template.jinja", "tokenizer_config.json"
+_FOLDER, _FILE, _CONFIG = "additional_chat_templates", "chat_template.jinja", "tokenizer_config.json"
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Around what a {% generation %} block renders. Noncharacters: no text may contain them.
 BEGIN, END = "\ufdd0", "\ufdd1"
@@ -169,7 +169,7 @@ def _raise_exception(message: object) -> None:
 def load_chat_template(folder: Path) -> ChatTemplate | None:
     """The chat template beside the tokenizer.json in `folder`; None if there is none, InputError if it cannot be read.
 
-    chat_template.jinja and chat_templates/NAME.jinja take precedence over tokenizer_config.json, as in transformers.
+    chat_template.jinja and additional_chat_templates/NAME.jinja take precedence over tokenizer_config.json, as in transformers.
     """
     path = folder / _CONFIG
     config = _table(path)

@@ -90,7 +90,7 @@ def test_a_damaged_mask_is_found(tmp_path: Path) -> None:
     assert [place for place, _ in damaged.verify()] == [str(path)]
 
 
-def test_the_mask_is_part_of_the_identity_and_the_template_of_what_is_prepared(tmp_path: Path) -> None:
+def test_mask_and_identity_template_and_preparation(tmp_path: Path) -> None:
     shorter = MARKED.replace(
         "{{- '<|im_end|>' }}\n        {%- endgeneration %}\n        {{- '\\n' }}",
         "{%- endgeneration %}\n        {{- '<|im_end|>\\n' }}",

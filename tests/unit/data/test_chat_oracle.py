@@ -85,8 +85,10 @@ def test_templates_in_files_take_precedence(hub: Any, tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text(
         "file {% generation %}{{ messages[1].content }}{% endgeneration %}"
     )
-    (tmp_path / "chat_templates").mkdir()
-    (tmp_path / "chat_templates" / "tool_use.jinja").write_text("tools {% generation %}A{% endgeneration %}")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(
+        "tools {% generation %}A{% endgeneration %}"
+    )
     chat = load_tokenizer(str(path)).chat
     theirs = hub(tmp_path)
     for row in (said("a", "b"), said("a", "b", tools=TOOLS), said("a", "b", tools=[])):
