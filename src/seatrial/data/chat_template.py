@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jinja2
 import jinja2.ext
@@ -82,7 +82,7 @@ class Renderer:
 class _Generation(jinja2.ext.Extension):
     """The tag {% generation %} ... {% endgeneration %} around what an assistant generates."""
 
-    tags = frozenset({"generation"})
+    tags: ClassVar[set[str]] = {"generation"}
 
     def __init__(self, environment: jinja2.Environment) -> None:
         super().__init__(environment)
@@ -136,7 +136,7 @@ def _refuse_private(name: object) -> None:
 
 
 def _environment() -> jinja2.Environment:
-    """The environment of transformers' `apply_chat_template`: templates are foreign code."""
+    """The environment of transformers' `apply_chat_template`. Templates are foreign code: before 3.1.6 Jinja's sandbox had gaps."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )

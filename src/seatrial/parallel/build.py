@@ -136,7 +136,8 @@ class ParallelModel:
     ) -> Tensor:
         """Compute the gradients of the mean loss over the global batch into each parameter's `.grad`.
 
-        The mean is over all targets of the step that are not `NO_TARGET`, whichever rank and microbatch has them. `ids_BT` and `target_BT` are this data-parallel rank's sequences of the step; with `document_BT`, which numbers
+        The mean is over all targets of the step that are not `NO_TARGET`, whichever rank and microbatch has them.
+        `ids_BT` and `target_BT` are this data-parallel rank's sequences of the step; with `document_BT`, which numbers
         the documents in each, attention stays inside documents. Returns this rank's share of the mean loss: the sum
         over all ranks (`mesh.sum_over_ranks`) is the loss.
         """

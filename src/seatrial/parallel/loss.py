@@ -34,8 +34,9 @@ def cross_entropy(
 ) -> Tensor:
     """-log softmax(x weight^T)[target] in nats, fp64, summed over the targets that are not `NO_TARGET`.
 
-    With gradients the sum is divided by `tokens` (a number, or an fp64 scalar), and is NaN until the backward pass has run. With a `group`, a rank
-    holds T/n positions and V/n rows of the weight (Megatron-LM, arXiv:1909.08053, section 3); all return the same value.
+    With gradients the sum is divided by `tokens` (a number, or an fp64 scalar whose value the backward pass reads), and is
+    NaN until that has run. With a `group`, a rank holds T/n positions and V/n rows of the weight (Megatron-LM,
+    arXiv:1909.08053, section 3); all return the same value.
     """
     if torch.is_grad_enabled():
         # A view: it has an autograd node of its own, which a leaf has not, see `needs_grad`.

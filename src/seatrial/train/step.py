@@ -18,8 +18,9 @@ from seatrial.train.meter import OwnWorkTimer
 from seatrial.train.optimizer import ShardedOptimizer
 
 # The vector: loss, squared gradient norm; how many ranks are to yield, are preempted, and are still writing their last
-# snapshot; rank 0's checkpoint status (`SaveStatus`); the experts' load-balancing loss; how many targets counted in the loss;
-# then, for each block below, one number per rank, to which all other ranks add 0. So the sum is exact there and preserves NaN (gloo's MAX loses NaN).
+# snapshot; rank 0's checkpoint status (`SaveStatus`); the experts' load-balancing loss; how many targets counted in the
+# loss; then, for each block below, one number per rank, to which all other ranks add 0. So the sum is exact there and
+# preserves NaN (gloo's MAX loses NaN).
 _LOSS, _NORM, _YIELD, _PREEMPT, _BUSY, _COMMITTED, _REQUESTED, _INTERVAL, _AT_RISK, _BALANCE, _COUNTED = (
     range(11)
 )
