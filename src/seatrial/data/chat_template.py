@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import jinja2
 import jinja2.ext
@@ -82,7 +82,7 @@ class Renderer:
 class _Generation(jinja2.ext.Extension):
     """The tag {% generation %} ... {% endgeneration %} around what an assistant generates."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012  as Jinja declares it
 
     def __init__(self, environment: jinja2.Environment) -> None:
         super().__init__(environment)
