@@ -45,6 +45,8 @@ def is_delayed(step: int) -> bool:
 class Batches:
     """The batches of `parity_ranks`; `step` is the one that was asked for last."""
 
+    masked = False
+
     def __init__(self) -> None:
         self.step = 0
         self.before: Any = lambda: None

@@ -31,6 +31,7 @@ from tqdm import tqdm
 from seatrial.base.box import Box
 from seatrial.checkpoint.manifest import Manifest, Progress
 from seatrial.checkpoint.write import Piece
+from seatrial.data.loader import NO_TARGET
 from seatrial.job import loss_rows, parts
 from seatrial.job.architecture import Architecture
 from seatrial.job.layout import Layout
@@ -128,6 +129,16 @@ def documents(step: int) -> Tensor:
     return begins.cumsum(dim=1, dtype=torch.int32)
 
 
+def counted(step: int, case: dict[str, Any]) -> Tensor:
+    """[B, T] which targets count: of a sequence nearly all or nearly none, of two sequences of a microbatch none."""
+    generator = torch.Generator().manual_seed(987 + step)
+    share_B1 = torch.rand(SEQUENCES, 1, generator=generator) ** 4
+    counts = torch.rand(SEQUENCES, LENGTH, generator=generator) < share_B1
+    counts[2:4] = counts[8:12] = False  # with four data-parallel ranks, nothing of one of them
+    counts[5] = True
+    return counts & (step != case.get("nothing_in"))
+
+
 def build(case: dict[str, Any], mesh: Mesh, source: Any) -> ParallelModel:
     share = SEQUENCES // mesh.layout.data_parallel
     settings = Settings(
@@ -135,6 +146,7 @@ def build(case: dict[str, Any], mesh: Mesh, source: Any) -> ParallelModel:
         microbatch=case.get("microbatch", MICROBATCH),
         microbatches=share // case.get("microbatch", MICROBATCH),
         global_tokens=SEQUENCES * LENGTH,
+        masked=case.get("masked", False),
         precision=case.get("precision", "fp32"),
         activation_checkpointing=case.get("activation_checkpointing", "none"),
         recompute_every_layers=case.get("recompute_every_layers", 1),
@@ -163,6 +175,11 @@ def sabotage(model: ParallelModel, what: str | None) -> None:
     """Faults as torch's own combinations have had them: the loss of the first step stays right."""
     if what == "norm gradients not summed":
         model._partial = []
+    elif what == "targets of each rank alone":
+        # The mean of means: each rank divides by what it counts itself, and by the number of ranks.
+        model._count = lambda target_BT: model._divisor.copy_(  # type: ignore[method-assign]
+            (target_BT != NO_TARGET).sum().clamp(min=1) * model.mesh.layout.data_parallel
+        )
     elif what == "tied gradients not summed":
         model._ends = None
     elif what == "documents of another microbatch":
@@ -265,19 +282,22 @@ def train(case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
         update(lr, scale)
 
     optimizer.update = keep_gradients  # type: ignore[method-assign]
-    history, balance = [], []
+    history, balance, tokens = [], [], []
     order: list[str] = []
     share = SEQUENCES // mesh.layout.data_parallel
     for step in range(case.get("steps", STEPS)):
         mine = slice(mesh.data_rank * share, (mesh.data_rank + 1) * share)
         rows = batch(step)[mine]
+        target = rows[:, 1:].contiguous()
+        if case.get("masked"):
+            target.masked_fill_(~counted(step, case)[mine], NO_TARGET)
         last = step == case.get("steps", STEPS) - 1
         with async_order.recorded() if last and case.get("order") else nullcontext(order) as order:
             result = train_step(
                 model,
                 optimizer,
                 rows[:, :-1].contiguous(),
-                rows[:, 1:].contiguous(),
+                target,
                 documents(step)[mine] if case.get("documents") else None,
                 lr=settings.lr,
                 clip_norm=CLIP,
@@ -285,6 +305,7 @@ def train(case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
         values = result.values()
         history.append((values.loss, values.grad_norm))
         balance.append(values.balance_loss)
+        tokens.append(values.counted)
     weights = [(s.name, s.box, s.local.clone()) for s in model.shards]
     logits = []
     if case.get("evaluate"):
@@ -295,6 +316,7 @@ def train(case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
         "logits": logits,
         "history": history,
         "balance": balance,
+        "tokens": tokens,
         "gradients": _plain(gradients),
         "weights": _plain(weights),
         "order": "".join(order),

@@ -46,12 +46,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 LONG = ("pp2-gpipe-fsdp2", "replicate2-fsdp2", "pp4", "pp2-interleaved")
 
 
-def write_store(folder: Path, documents: int, seed: int) -> str:
+def write_store(folder: Path, documents: int, seed: int, *, masked: bool = False) -> str:
     generator = np.random.default_rng(seed)
     with StoreWriter(folder, ByteTokenizer()) as writer:
         for _ in range(documents):
             start, stride, length = generator.integers((0, 1, 30), (257, 5, 200))
-            writer.append((start + stride * np.arange(length)) % 257, np.array([0]))
+            counted = generator.random(length) < generator.random() ** 3 if masked else None
+            writer.append((start + stride * np.arange(length)) % 257, np.array([0]), counted)
         writer.finish({})
     return str(folder)
 
@@ -62,12 +63,16 @@ def out(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     stores = [write_store(out / "training", 60, 1), write_store(out / "other", 40, 2)]
     wanted = selected_cases(request)
     common = {"tied": True, "root": str(out), "stores": stores}
+    masked = {**common, "stores": [stores[0], write_store(out / "masked", 40, 3, masked=True)]}
     cases = [
         {"name": "one", "layout": {}, **common},
         {"name": "one-documents", "layout": {}, "documents": True, **common},
         {"name": "full-documents", "layout": FULL, "documents": True, **common},
         {"name": "one-experts", "layout": {}, "family": "qwen3_moe", **common},
         {"name": "ep2-experts", "layout": {"shard": 4, "expert": 2}, "family": "qwen3_moe", **common},
+        {"name": "one-masked", "layout": {}, **masked},
+        {"name": "full-masked", "layout": FULL, **masked},
+        {"name": "cp2-masked", "layout": LAYOUTS["tp2-cp2"], **masked},
         *({"name": n, "layout": at, **common} for n, at in LAYOUTS.items() if n not in LONG or n in wanted),
         *(
             {"name": f"{n}-without", "layout": LAYOUTS[n], "validates": False, **common}
@@ -107,21 +112,32 @@ def test_documents_are_masked_as_in_training(out: Path) -> None:
     assert abs(one[STEPS] - losses(out, "one")[STEPS]) > 1e-3
 
 
-def test_it_is_the_loss_of_these_samples_plainly_computed(out: Path) -> None:
+@pytest.mark.parametrize("name", ["full-masked", "cp2-masked"])
+def test_targets_that_do_not_count_are_left_out_in_every_layout(name: str, out: Path) -> None:
+    one = losses(out, "one-masked")
+    assert losses(out, name) == pytest.approx(one, abs=1e-5, rel=0)
+
+
+@pytest.mark.parametrize(("name", "data"), [("one", "other"), ("one-masked", "masked")])
+def test_it_is_the_loss_of_these_samples_plainly_computed(name: str, data: str, out: Path) -> None:
     """The last step's model from its checkpoint, over each sample alone."""
-    (folder,) = named(RunFolder(out / "one").checkpoints)
+    (folder,) = named(RunFolder(out / name).checkpoints)
     model = load_whole(replace(ARCH, tie_word_embeddings=True), CheckpointWeights(folder))
-    store = TokenStore.open(out / "other")
+    store = TokenStore.open(out / data)
     available = (store.n_tokens - 1) // LENGTH
     assert available > SAMPLES
     samples = [sample_index(i, seed=SEED, samples_per_epoch=available)[1] for i in range(SAMPLES)]
     assert len(set(samples)) == SAMPLES
-    each = []
+    each, n = [], 0
     with torch.no_grad():
         for sample in samples:
             tokens = torch.from_numpy(store.read(sample * LENGTH, LENGTH + 1).astype(np.int64))
-            each.append(F.cross_entropy(model(tokens[None, :-1])[0], tokens[1:]).item())
-    assert losses(out, "one")[STEPS] == pytest.approx(math.fsum(each) / SAMPLES, abs=1e-6, rel=0)
+            counted = torch.from_numpy(store.counted([sample * LENGTH + 1], LENGTH)[0])
+            target = tokens[1:].masked_fill(~counted, -100)
+            each.append(F.cross_entropy(model(tokens[None, :-1])[0], target, reduction="sum").item())
+            n += int(counted.sum())
+    assert (n == SAMPLES * LENGTH) == (data == "other")
+    assert losses(out, name)[STEPS] == pytest.approx(math.fsum(each) / n, abs=1e-6, rel=0)
 
 
 @pytest.mark.parametrize("layout", ["tp2-pp2-fsdp2", "pp2-zero-bubble"])

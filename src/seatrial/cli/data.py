@@ -41,7 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     make.add_argument("--tokenizer", default="bytes", metavar="bytes|PATH", help="bytes, or a tokenizer.json")
     make.add_argument(
-        "--text-key", default="text", metavar="KEY", help="key (JSONL) or column (Parquet) of the text"
+        "--text-key",
+        default="text",
+        metavar="KEY",
+        help="key (JSONL) or column (Parquet) of the text; lines without it that have `messages` are conversations",
     )
     make.add_argument(
         "--shard-tokens", type=_positive, default=None, metavar="N", help="tokens per shard file"
@@ -252,6 +255,7 @@ def _summary(place: str, m: Manifest) -> dict[str, Any]:
         "tokenizer": m.tokenizer.model_dump(),
         "dtype": m.dtype,
         "n_tokens": m.n_tokens,
+        "n_counted": m.n_counted,
         "n_documents": m.n_documents,
         "max_token": m.max_token,
         "n_shards": len(m.shards),
@@ -271,6 +275,8 @@ def _print_summary(place: str, m: Manifest) -> None:
     end = m.tokenizer.end_of_document
     print(f"folder      {place}")
     print(f"tokens      {m.n_tokens} ({units.count(m.n_tokens)}), largest id {m.max_token}")
+    if m.n_counted < m.n_tokens:
+        print(f"in the loss {m.n_counted} of these tokens ({m.n_counted / m.n_tokens:.1%})")
     print(f"documents   {m.n_documents}")
     print(f"tokenizer   {m.tokenizer.name}, {m.tokenizer.vocab_size} ids, digest {m.tokenizer.digest[:12]}")
     print(

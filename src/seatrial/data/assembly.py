@@ -98,9 +98,10 @@ class Assembly:
             if not self._stopped:
                 self._part_begins = writer.n_tokens - now.tokens
                 self._appending, done = True, 0
-                for tokens, starts in load_part(result, self._space.parts, writer.dtype):
+                for tokens, starts, counted in load_part(result, self._space.parts, writer.dtype):
                     first = max(0, now.tokens - done)  # earlier ones are already in the store
-                    writer.append(tokens[first:], starts[starts >= first] - first)
+                    of_rest = None if counted is None else counted[first:]
+                    writer.append(tokens[first:], starts[starts >= first] - first, of_rest)
                     done += len(tokens)
                 self._appending = False
             self._reached = now = _counted(now, result)

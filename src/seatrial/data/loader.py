@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,12 +22,14 @@ from seatrial.data.store import Tokens, TokenStore
 
 _Key = tuple[int, int, int]  # step, first row, rows
 
+NO_TARGET = -1  # a position that does not count in the loss
+
 
 class Batch(NamedTuple):
     """Rows of a global batch."""
 
     ids_BT: torch.Tensor  # int64
-    target_BT: torch.Tensor  # int64: the token after each
+    target_BT: torch.Tensor  # int64: the token after each, or NO_TARGET
     # int32: the number, from 0, of the document within its row; None if attention crosses document boundaries.
     document_BT: torch.Tensor | None
 
@@ -48,6 +50,7 @@ class BatchLoader:
     predicts and the other reads. Steps count from 1; step N is positions [(N-1) global_batch, N global_batch)
     of the endless sequence of samples, which passes from one epoch to the next in the middle of a batch.
     With several stores a `Blend` decides the source of each position; each has its own order and its own epochs.
+    `masked`: some targets may be `NO_TARGET`.
 
     After each batch a thread prefetches the rows of the next `ahead` steps: then reading from a disk or an object
     store, and verifying what was read, delay no step. An error there is raised by the `batch` call that asks for
@@ -66,9 +69,11 @@ class BatchLoader:
         attend_across_documents: bool = True,
         ahead: int = 1,
         last_step: int | None = None,
+        loss: Literal["answers", "all"] = "answers",
     ) -> None:
         """`blend` is required for more than one store, with as many sources.
 
+        With `loss` "all" every token is a target, whatever the masks of the stores say.
         Nothing after `last_step` is prefetched: the end of a run does not wait for an unneeded request.
 
         Raises InputError for every store that does not contain one sample.
@@ -81,6 +86,7 @@ class BatchLoader:
         self.seed = seed
         self.vocab_size = vocab_size
         self.attend_across_documents = attend_across_documents
+        self.masked = loss == "answers" and any(store.masked for store in self.stores)
         self._blend = blend
         self._seeds = [source_seed(seed, i, len(self.stores)) for i in range(len(self.stores))]
         self.samples_of = [max(0, store.n_tokens - 1) // sequence_length for store in self.stores]
@@ -164,6 +170,9 @@ class BatchLoader:
             if int(tokens.max()) >= self.vocab_size:
                 self._refuse(store, tokens, here)
             ids_BT[rows], target_BT[rows] = tokens[:, :-1], tokens[:, 1:]
+            if self.masked and store.masked:
+                counted = store.counted([start + 1 for start in here], T)
+                target_BT[rows] = np.where(counted, target_BT[rows], NO_TARGET)
             if document_BT is not None:
                 begins = [store.document_starts_between(s + 1, s + T) - s for s in here]
                 document_BT[rows] = numbered(begins, T)

@@ -6,7 +6,14 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+)
 
 from seatrial.base.errors import Diagnostic, InputError
 from seatrial.base.files import parse_json, read_bytes
@@ -52,7 +59,11 @@ class ChunkFile(_Strict):
 
 
 class ShardFile(_Strict):
-    """One file of tokens. `chunks` is missing if it was written by a version of seatrial without chunk hashes."""
+    """One file of tokens. `chunks` is missing if it was written by a version of seatrial without chunk hashes.
+
+    `n_counted`: how many tokens count in the loss. If it is missing, all do; else the tokens are followed by one bit for each
+    (`data/mask.py`), so that the file's hashes and size cover them.
+    """
 
     file: FileName
     n_tokens: Annotated[int, Field(ge=1)]
@@ -61,6 +72,20 @@ class ShardFile(_Strict):
     max_token: Count
     index: IndexFile
     chunks: ChunkFile | None = None
+    n_counted: Count | None = None
+
+    @property
+    def mask_bytes(self) -> int:
+        """Bytes after the tokens."""
+        return 0 if self.n_counted is None else -(-self.n_tokens // 8)
+
+    @model_serializer(mode="wrap")
+    def _without_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # The manifest of a store without masks, and its digest, are those of versions that knew none.
+        values: dict[str, Any] = handler(self)
+        if self.n_counted is None:
+            del values["n_counted"]
+        return values
 
 
 class Manifest(_Strict):
@@ -79,6 +104,11 @@ class Manifest(_Strict):
     def itemsize(self) -> int:
         """Bytes per token."""
         return 2 if self.dtype == "uint16" else 4
+
+    @property
+    def n_counted(self) -> int:
+        """Tokens that count in the loss."""
+        return sum(s.n_tokens if s.n_counted is None else s.n_counted for s in self.shards)
 
 
 def prepare_hint(folder: Path) -> str:
@@ -170,8 +200,11 @@ def _contradictions(m: Manifest) -> list[str]:
     if len({s.chunks is None for s in m.shards}) > 1:
         problems.append("some of its shards have chunk hashes, and others have none")
     for s in m.shards:
-        if s.bytes != s.n_tokens * m.itemsize:
-            problems.append(f"{s.file}: {s.n_tokens} tokens of {m.dtype} are not {s.bytes} bytes")
+        if s.bytes != s.n_tokens * m.itemsize + s.mask_bytes:
+            mask = " with a mask" if s.mask_bytes else ""
+            problems.append(f"{s.file}: {s.n_tokens} tokens of {m.dtype}{mask} are not {s.bytes} bytes")
+        if s.n_counted is not None and s.n_counted > s.n_tokens:
+            problems.append(f"{s.file}: {s.n_counted} of {s.n_tokens} tokens cannot count")
         if s.index.bytes != s.index.n_documents * 8:
             problems.append(f"{s.index.file}: {s.index.n_documents} documents are not {s.index.bytes} bytes")
         if s.chunks is not None and s.chunks.bytes != 16 * -(-s.bytes // s.chunks.chunk_bytes):

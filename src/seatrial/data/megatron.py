@@ -249,6 +249,11 @@ def export_pair(
     or an id does not fit; RunFailed if the disk fails or is full: a pair that was there is kept, or
     at worst left without its .idx, which no reader accepts.
     """
+    if store.masked:
+        raise InputError(
+            f"{store.place} says which tokens count in the loss, which a Megatron dataset cannot",
+            hint="a job of seatrial can name the store itself",
+        )
     names = [prefix.with_name(prefix.name + ".bin"), prefix.with_name(prefix.name + ".idx")]
     for path in names:
         if path.is_dir() or (path.exists() and not force):

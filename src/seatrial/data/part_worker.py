@@ -19,7 +19,7 @@ from seatrial.base.process import die_with_parent
 from seatrial.data.parts import Part
 from seatrial.data.readers import Reader
 from seatrial.data.tokenise import tokenise_part
-from seatrial.data.tokenizer import load_tokenizer
+from seatrial.data.tokenizer import digest_with_template, load_tokenizer
 
 
 def main() -> int:
@@ -46,15 +46,17 @@ class _Worker:
     def __init__(self, channel: Channel, about: dict[str, Any]) -> None:
         self._channel = channel
         self._folder = Path(about["folder"])
-        self._reader = Reader(about["text_key"], self._folder, about["piece_bytes"])
         try:
             self._tokenizer = load_tokenizer(about["tokenizer"])
         except InputError as error:
             channel.send({"failed": error.message})
             raise SystemExit(2) from error
-        if self._tokenizer.digest != about["tokenizer_digest"]:
+        if digest_with_template(self._tokenizer) != about["tokenizer_digest"]:
             channel.send({"failed": f"the tokenizer {about['tokenizer']} was changed in the meantime"})
             raise SystemExit(2)
+        self._reader = Reader(
+            about["text_key"], self._folder, about["piece_bytes"], chat=self._tokenizer.chat
+        )
 
     def do(self, order: dict[str, Any]) -> None:
         part = Part.from_json(order["part"])

@@ -16,7 +16,7 @@ from seatrial.data import readers
 from seatrial.data.sources import SourceFile, SourceFiles, Span
 
 # Part of fingerprints: parts written by an older version with other content must not be reused.
-_FORMAT = 2
+_FORMAT = 3
 _FEWEST_BYTES, _MOST_BYTES = 1 << 22, 1 << 25
 _PARTS = 256  # of a source whose part size is between these limits
 _MOST_FILES = 4096

@@ -17,7 +17,7 @@ from seatrial.data import readers
 from seatrial.data.parts import Part
 from seatrial.data.readers import Reader
 from seatrial.data.tokenise import PartResult, tokenise_part
-from seatrial.data.tokenizer import Tokenizer
+from seatrial.data.tokenizer import Tokenizer, digest_with_template
 
 # Each process uses one core. Without these a tokenizer would start as many threads as there are cores in each.
 _ONE_THREAD = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
@@ -56,7 +56,7 @@ class InProcess:
     def results(self, parts: Sequence[Part], progress: Progress) -> Iterator[PartResult]:
         """The result of each of `parts`; OSError if one cannot be written."""
         work = self._work
-        reader = Reader(work.text_key, work.folder)
+        reader = Reader(work.text_key, work.folder, chat=work.tokenizer.chat)
         for part in parts:
 
             def report(done: int, name: str, part: Part = part) -> None:
@@ -150,7 +150,7 @@ class _Worker:
         self.channel.send(
             {
                 "tokenizer": work.tokenizer_spec,
-                "tokenizer_digest": work.tokenizer.digest,
+                "tokenizer_digest": digest_with_template(work.tokenizer),
                 "text_key": work.text_key,
                 "piece_bytes": readers.PIECE_BYTES,
                 "folder": str(work.folder),

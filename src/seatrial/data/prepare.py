@@ -27,7 +27,7 @@ from seatrial.data.parts import Part, plan_parts
 from seatrial.data.pool import InProcess, Pool, Work
 from seatrial.data.sources import BUILTIN_LIBRARY, SourceFiles, find, refuse_remote
 from seatrial.data.store import TokenStore
-from seatrial.data.tokenizer import Tokenizer, load_tokenizer
+from seatrial.data.tokenizer import Tokenizer, digest_with_template, load_tokenizer
 from seatrial.data.workspace import Note, Workspace
 from seatrial.data.writer import DEFAULT_SHARD_TOKENS, StoreWriter, check_target, temporary_prefix
 from seatrial.storage.names import is_remote
@@ -86,7 +86,7 @@ def prepare(
     check_target(out, replace=force)
     tokenizer = load_tokenizer(tokenizer_spec)
     found = find(sources)
-    parts = plan_parts(found, tokenizer_digest=tokenizer.digest, text_key=text_key)
+    parts = plan_parts(found, tokenizer_digest=digest_with_template(tokenizer), text_key=text_key)
     try:
         with Workspace(out, shard_tokens, note) as space:
             done = space.find(parts)
@@ -293,7 +293,7 @@ def _source_digest(source: str, found: SourceFiles, tokenizer: Tokenizer, text_k
     else:
         files = [[f.name, f.size, f.mtime_ns] for f in found.files]
         version = ""
-    content = json.dumps([_FORMAT, version, tokenizer.digest, text_key, files])
+    content = json.dumps([_FORMAT, version, digest_with_template(tokenizer), text_key, files])
     return hashlib.sha256(content.encode()).hexdigest()
 
 

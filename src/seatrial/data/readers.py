@@ -1,4 +1,7 @@
-"""Read documents from files: text (one per file), JSONL (one per line), Parquet (one per row), all as valid UTF-8."""
+"""Read documents from files: text (one per file), JSONL (one per line), Parquet (one per row), all as valid UTF-8.
+
+A line of JSONL is a text or a conversation.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,16 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from seatrial.base.errors import Diagnostic, InputError
 from seatrial.data.content import too_foreign
+from seatrial.data.conversation import MESSAGES, ChatError, Conversation
 from seatrial.data.packed import Unpacked, unpack
 from seatrial.data.sources import SourceFile, Span
+
+if TYPE_CHECKING:
+    from seatrial.data.chat import Chat
 
 MAX_PROBLEMS = 20
 # Larger documents are split at a line end, so that memory stays bounded: a tokenizer uses about 100 bytes per
@@ -29,16 +36,20 @@ _COPIED = 1 << 20
 _BOM = b"\xef\xbb\xbf"
 _REPLACEMENT = "\ufffd".encode()
 
-# Pieces of a document, then None at its end.
-Pieces = Iterator[bytes | None]
+# Pieces of a document, then None at its end. A conversation is one piece.
+Piece = bytes | Conversation
+Pieces = Iterator[Piece | None]
 
 
 class Reader:
     """Reads documents and keeps counts; what cannot be read is collected in `problems`, up to MAX_PROBLEMS."""
 
-    def __init__(self, text_key: str, scratch: Path, piece_bytes: int | None = None) -> None:
-        """`scratch`: a folder with room for a decompressed Parquet file."""
+    def __init__(
+        self, text_key: str, scratch: Path, piece_bytes: int | None = None, *, chat: Chat | None = None
+    ) -> None:
+        """`scratch`: a folder with room for a decompressed Parquet file. Without `chat`, conversations are problems."""
         self.text_key = text_key
+        self._chat = chat
         self.piece_bytes = PIECE_BYTES if piece_bytes is None else piece_bytes
         self.problems: list[Diagnostic] = []
         self.bytes_done = 0  # of the files on disk, compressed or not
@@ -163,12 +174,25 @@ class Reader:
             self._has_read(f, n)
             if not line or line.isspace():
                 continue
-            text = self._line(span.file, self.lines, self._valid(line).decode("utf-8").rstrip("\r\n"))
-            if text is not None:
-                yield from self._document(text)
+            found = self._line(span.file, self.lines, self._valid(line).decode("utf-8").rstrip("\r\n"))
+            if isinstance(found, Conversation):
+                yield self._valid_conversation(found)
+                yield None
+            elif found is not None:
+                yield from self._document(found)
 
-    def _line(self, file: SourceFile, number: int, line: str) -> str | None:
-        """The text of one line, or None after recording its problem."""
+    def _valid_conversation(self, found: Conversation) -> Conversation:
+        self.foreign += found.text.count("\0")
+        try:
+            found.text.encode("utf-8")
+        except UnicodeEncodeError:  # see `_document`
+            self._count_replaced(sum("\ud800" <= c <= "\udfff" for c in found.text))
+            # One character for one: answers stay where they are.
+            return replace(found, text=found.text.encode("utf-8", errors="replace").decode("utf-8"))
+        return found
+
+    def _line(self, file: SourceFile, number: int, line: str) -> str | Conversation | None:
+        """The document of one line, or None after recording its problem."""
         place, column, hint = str(file.path), None, None
         try:
             row = json.loads(line)
@@ -181,6 +205,11 @@ class Reader:
         else:
             if not isinstance(row, dict):
                 problem = f"a line must be a JSON object, not {_json_type(row)}"
+            elif self._is_conversation(row):
+                try:
+                    return self._conversation(row, file.mtime_ns)
+                except ChatError as error:
+                    problem, hint = str(error), error.hint
             elif self.text_key not in row:
                 problem, hint = f"no key {self.text_key!r}", _other_key("keys", row)
             elif not isinstance(text := row[self.text_key], str):
@@ -191,6 +220,19 @@ class Reader:
         shown = line if len(line) <= 160 and column is not None else None
         self._problem(Diagnostic(problem, place, number, column, source_line=shown, hint=hint))
         return None
+
+    def _is_conversation(self, row: dict[str, object]) -> bool:
+        if self.text_key == MESSAGES:
+            return MESSAGES in row and not isinstance(row[MESSAGES], str)
+        return MESSAGES in row and self.text_key not in row
+
+    def _conversation(self, row: dict[str, object], time_ns: int) -> Conversation:
+        if self._chat is None:
+            raise ChatError(
+                f"it is a conversation ({MESSAGES!r}), but the tokenizer has no chat template",
+                "name the tokenizer.json of a chat model, with tokenizer_config.json or chat_template.jinja beside it",
+            )
+        return self._chat.conversation(row, time_ns)
 
     def _parquet(self, span: Span, f: BinaryIO) -> Pieces:
         import pyarrow as pa

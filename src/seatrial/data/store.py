@@ -1,6 +1,7 @@
 """A token store: flat little-endian token shards, a document index for each, and a manifest with hashes.
 
-    shard-00000.bin   uint16 or uint32 tokens, the documents concatenated
+    shard-00000.bin   uint16 or uint32 tokens, the documents concatenated; then, if some do not count in the loss, a bit for
+                      each (`mask.py`)
     shard-00000.idx   uint64 starts of the documents that begin in this shard, in tokens from its start
     shard-00000.xxh3  hashes of the shard's chunks, 16 bytes each
     manifest.json     sizes, hashes, tokenizer, source
@@ -34,6 +35,7 @@ from seatrial.data.chunks import CHUNK_BYTES, RESTORE_HINT, ChunkHasher, ChunkHa
 from seatrial.data.documents import DocumentIndex, Positions
 from seatrial.data.in_use import hold
 from seatrial.data.manifest import IndexFile, Manifest, ShardFile, prepare_hint, read_manifest
+from seatrial.data.mask import Bits, mask_bytes, unpack_mask
 from seatrial.data.shards import VerifiedFile
 
 # Open files kept per store: enough for every shard of most stores, far below the usual limit of 1,024.
@@ -92,7 +94,7 @@ class TokenStore:
         return str(self.folder / file)
 
     def identity(self) -> dict[str, object]:
-        """Identity of the samples: the content of the shards, and their tokenizer."""
+        """Identity of the samples: the content of the shards, masks included, and their tokenizer."""
         digest = hashlib.sha256("".join(s.sha256 for s in self.manifest.shards).encode()).hexdigest()
         return {"data.tokens_sha256": digest, "data.tokenizer_digest": self.tokenizer.digest}
 
@@ -196,10 +198,10 @@ class TokenStore:
                 chunks = None if shard is None else shard.chunks
                 # Include the chunk length: with a wrong one every chunk hash would be wrong.
                 by_chunk = None if chunks is None else ChunkHasher(chunks.chunk_bytes)
-                largest = None if shard is None else _Largest(self.dtype)
+                seen = None if shard is None else _Content(self.dtype, shard.n_tokens * self.dtype.itemsize)
                 try:
                     state = hashlib.sha256() if kind == "SHA-256" else xxhash.xxh3_128()
-                    actual = _hash(state, self._blocks(file), by_chunk, largest)
+                    actual = _hash(state, self._blocks(file), by_chunk, seen)
                 except OSError as e:
                     problems.append((self.where(file), f"cannot be read: {e.strerror}"))
                 else:
@@ -212,8 +214,11 @@ class TokenStore:
                         and xxhash.xxh3_128_hexdigest(by_chunk.finish()) != chunks.xxh3_128
                     ):
                         problems.append((self.where(chunks.file), f"not the hashes of {file}"))
-                    elif shard is not None and largest is not None and largest.value != shard.max_token:
-                        problem = f"its largest token is {largest.value}, the manifest has {shard.max_token}"
+                    elif shard is not None and seen is not None and seen.largest != shard.max_token:
+                        problem = f"its largest token is {seen.largest}, the manifest has {shard.max_token}"
+                        problems.append((self.where(file), problem))
+                    elif shard is not None and seen is not None and seen.counted != (shard.n_counted or 0):
+                        problem = f"{seen.counted} tokens count, the manifest has {shard.n_counted}"
                         problems.append((self.where(file), problem))
             done += size
             if progress is not None:
@@ -254,6 +259,29 @@ class TokenStore:
             self._file(shard).read_into(row[done : done + count], offset)
             done += count
             shard += 1
+
+    @property
+    def masked(self) -> bool:
+        """Whether some tokens do not count in the loss."""
+        return any(s.n_counted is not None for s in self.manifest.shards)
+
+    def counted(self, starts: Sequence[int], length: int) -> Bits:
+        """[row, token]: whether each of `length` tokens from each of `starts` on counts in the loss."""
+        out = np.ones((len(starts), length), dtype=np.bool_)
+        for row, start in zip(out, starts, strict=True):
+            shard, done = self._shard_of(start), 0
+            while done < length:
+                first = start + done - self._starts[shard]
+                count = min(length - done, self._starts[shard + 1] - start - done)
+                about = self.manifest.shards[shard]
+                if about.n_counted is not None:
+                    begin, size = mask_bytes(first, count)
+                    data = np.empty(size, dtype=np.uint8)
+                    self._file(shard).read_into(data.data, about.n_tokens * self.dtype.itemsize + begin)
+                    row[done : done + count] = unpack_mask(data, first, count)
+                done += count
+                shard += 1
+        return out
 
     def _shard_of(self, position: int) -> int:
         return bisect_right(self._starts, position, hi=len(self._starts) - 1) - 1
@@ -313,19 +341,24 @@ class _Hash(_Sink, Protocol):
     def hexdigest(self) -> str: ...
 
 
-class _Largest:
-    """The largest token in a file, read in blocks of any size."""
+class _Content:
+    """The largest token in a shard and how many bits of its mask are set, read in blocks of any size."""
 
-    def __init__(self, dtype: np.dtype[np.unsignedinteger]) -> None:
-        self.value = 0
+    def __init__(self, dtype: np.dtype[np.unsignedinteger], token_bytes: int) -> None:
+        self.largest = 0
+        self.counted = 0
         self._dtype = dtype
+        self._left = token_bytes
         self._rest = b""
 
     def update(self, data: bytes) -> None:
+        data, mask = data[: self._left], data[self._left :]
+        self._left -= len(data)
+        self.counted += int(np.unpackbits(np.frombuffer(mask, dtype=np.uint8)).sum(dtype=np.int64))
         data = self._rest + data
         count = len(data) // self._dtype.itemsize
         if count:
-            self.value = max(self.value, int(np.frombuffer(data, self._dtype, count).max()))
+            self.largest = max(self.largest, int(np.frombuffer(data, self._dtype, count).max()))
         self._rest = data[count * self._dtype.itemsize :]
 
 

@@ -14,14 +14,17 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from seatrial.base.errors import Diagnostic, InputError
 from seatrial.data.cache import DiskCache
 from seatrial.data.chunks import RESTORE_HINT, ChunkHashes, parse
 from seatrial.data.documents import DocumentIndex
 from seatrial.data.manifest import MANIFEST, Manifest, ShardFile, parse_manifest
+from seatrial.data.mask import Bits
 from seatrial.data.store import ShardReader, Tokens, TokenStore, check_index
 from seatrial.storage.errors import StorageError
 from seatrial.storage.names import join
@@ -31,6 +34,7 @@ AHEAD = 4  # steps: several times the duration of a slow request
 _REQUESTS = 16  # concurrent, per process
 _HASHES_KEPT = 128  # shards: 16 bytes for each 256 KiB of them
 _HASH_BLOCK = 1 << 24
+_T = TypeVar("_T", bound=np.generic)
 
 # How to make a store that can be streamed: versions that wrote no chunk hashes are older than streaming.
 _HINT = "make the store with `seatrial data prepare SOURCE... --out FOLDER` and copy that folder there"
@@ -105,11 +109,20 @@ class StreamedStore(TokenStore):
             self._pool = None
 
     def rows(self, starts: Sequence[int], length: int) -> Tokens:
+        return self._concurrently(super().rows, starts, length)
+
+    def counted(self, starts: Sequence[int], length: int) -> Bits:
+        return self._concurrently(super().counted, starts, length)
+
+    def _concurrently(
+        self, read: Callable[[Sequence[int], int], NDArray[_T]], starts: Sequence[int], length: int
+    ) -> NDArray[_T]:
         if len(starts) < 2:
-            return super().rows(starts, length)
+            return read(starts, length)
         # One task per row, so that the requests are in flight concurrently.
-        read = super().rows
-        waiting: list[Future[Tokens]] = [self._threads().submit(read, [start], length) for start in starts]
+        waiting: list[Future[NDArray[_T]]] = [
+            self._threads().submit(read, [start], length) for start in starts
+        ]
         try:
             return np.concatenate([row.result() for row in waiting])
         finally:

@@ -1,6 +1,7 @@
 """Tokenise one part of the sources: read, encode, and write it to its own file with a hash.
 
-part-00000007.bin    per batch: its tokens, then the starts of documents (int64, offsets from the batch's first token)
+part-00000007.bin    per batch: its tokens, then the starts of documents (int64, offsets from the batch's first token), then,
+                     if it has conversations, one bit per token: whether it counts in the loss
 part-00000007.json   counts, hash, fingerprint of the sources, sealed; written last: without it the part is missing
 """
 
@@ -22,15 +23,19 @@ import xxhash
 from seatrial.base.atomic import write_text
 from seatrial.base.errors import Diagnostic, InputError
 from seatrial.base.files import open_file, parse_json, read_bytes
+from seatrial.data.conversation import Conversation
+from seatrial.data.mask import Bits
 from seatrial.data.parts import Part
-from seatrial.data.readers import Reader
+from seatrial.data.readers import Piece, Reader
 from seatrial.data.tokenizer import Tokenizer
 
 _BATCH_BYTES = 1 << 22
 
 Tokens = npt.NDArray[np.unsignedinteger]
 Starts = npt.NDArray[np.int64]
-Batches = Iterator[tuple[Tokens, Starts]]
+# Tokens, offsets where documents begin, which tokens count in the loss (None: all).
+Batch = tuple[Tokens, Starts, Bits | None]
+Batches = Iterator[Batch]
 # Called with (bytes of the part read, what is being read).
 PartProgress = Callable[[int, str], None]
 
@@ -44,7 +49,7 @@ class PartResult:
     lines: int  # of JSONL, in the part's last file: offset for the line numbers of the next part
     read: int = 0  # bytes, decompressed, in the part's last file
     foreign: int = 0  # non-text bytes among them
-    batches: tuple[tuple[int, int], ...] = ()  # (tokens, documents that begin) of each
+    batches: tuple[tuple[int, int, bool], ...] = ()  # (tokens, documents that begin, some have bits) of each
     hash: str = ""  # XXH3-128 of the file
     empty: int = 0  # documents without text
     replaced: dict[str, int] = field(default_factory=dict)  # file -> number of non-UTF-8 sequences
@@ -103,12 +108,13 @@ def tokenise_part(
     try:
         with open(temporary, "wb") as file:
             with contextlib.suppress(InputError):  # the limit of problems; they are in reader.problems
-                for tokens, begins in sink.run(only_check):
-                    for array in (tokens, begins.astype("<i8", copy=False)):
+                for tokens, begins, counted in sink.run(only_check):
+                    bits = np.empty(0, np.uint8) if counted is None else np.packbits(counted)
+                    for array in (tokens, begins.astype("<i8", copy=False), bits):
                         data = np.ascontiguousarray(array).view(np.uint8).data
                         state.update(data)
                         file.write(data)
-                    batches.append((len(tokens), len(begins)))
+                    batches.append((len(tokens), len(begins), counted is not None))
             if reader.problems or only_check:
                 return PartResult(
                     part.number, part.fingerprint, reader.lines, problems=tuple(reader.problems)
@@ -144,7 +150,7 @@ def find_part(part: Part, folder: Path) -> PartResult | None:
 
 
 def load_part(result: PartResult, folder: Path, kind: np.dtype[np.unsignedinteger]) -> Batches:
-    """(tokens, offsets where documents begin) of each batch of a part in `folder`.
+    """The batches of a part in `folder`.
 
     OSError, before the first batch, if the file is damaged.
     """
@@ -152,9 +158,14 @@ def load_part(result: PartResult, folder: Path, kind: np.dtype[np.unsignedintege
     if _hash(path) != result.hash:
         raise OSError(None, f"{path} has other bytes than were written to it")
     with open(open_file(path), "rb") as f:
-        for n_tokens, n_starts in result.batches:
+        for n_tokens, n_starts, has_bits in result.batches:
             tokens = np.fromfile(f, dtype=kind, count=n_tokens)
-            yield tokens, np.fromfile(f, dtype="<i8", count=n_starts).astype(np.int64, copy=False)
+            starts = np.fromfile(f, dtype="<i8", count=n_starts).astype(np.int64, copy=False)
+            counted = None
+            if has_bits:
+                bits = np.fromfile(f, dtype=np.uint8, count=-(-n_tokens // 8))
+                counted = np.unpackbits(bits, count=n_tokens).view(np.bool_)
+            yield tokens, starts, counted
 
 
 def _hash(path: Path) -> str:
@@ -185,14 +196,14 @@ class _Batches:
         self._reader = reader
         self._tokenizer = tokenizer
         self._progress = progress
-        self._pieces: list[bytes] = []
+        self._pieces: list[Piece] = []
         self._ends: list[bool] = []  # whether the document ends after _pieces[i]
         self._size = 0
         # Whether _pieces[0] begins a document. A span of text that begins inside a file continues one.
         self._begins = not (part.goes_on and part.spans[0].file.kind == "text")
 
     def run(self, only_check: bool) -> Batches:
-        """(tokens, starts of documents), batch by batch; after the first problem it only reads on."""
+        """Batch by batch; after the first problem it only reads on."""
         inside = False  # whether the document being read has pieces, pending or already written
         for span in self._part.spans:
             for piece in self._reader.documents(span):
@@ -208,7 +219,7 @@ class _Batches:
                         yield from self._flush(span.file.name, only_check)
                     self._pieces.append(piece)
                     self._ends.append(False)
-                    self._size += len(piece)
+                    self._size += len(piece.text if isinstance(piece, Conversation) else piece)
                     inside = True
             if inside and span.end is None:
                 # The file ended inside a document (a problem is recorded): the next file begins a new one.
@@ -226,11 +237,20 @@ class _Batches:
         self._progress(min(self._reader.bytes_done, self._part.size), name)
 
 
-def _join(tokenizer: Tokenizer, pieces: list[bytes], ends: list[bool], begins: bool) -> tuple[Tokens, Starts]:
-    """(tokens of all pieces with end-of-document ids between documents, starts of documents)."""
-    encoded = tokenizer.encode_many(pieces)
+def _join(tokenizer: Tokenizer, pieces: list[Piece], ends: list[bool], begins: bool) -> Batch:
+    """The tokens of all pieces, with end-of-document ids after texts.
+
+    A conversation gets none: its chat template writes what ends it.
+    """
+    chats = [piece for piece in pieces if isinstance(piece, Conversation)]
+    said = iter(_encode(tokenizer, chats))
+    texts = iter(tokenizer.encode_many([piece for piece in pieces if isinstance(piece, bytes)]))
+    pairs = [(next(texts), None) if isinstance(piece, bytes) else next(said) for piece in pieces]
+    encoded = [ids for ids, _ in pairs]
     end_id = tokenizer.end_of_document
-    has_end = np.array(ends) if end_id is not None else np.zeros(len(ends), dtype=bool)
+    has_end = np.array(
+        [end_id is not None and c is None and e for (_, c), e in zip(pairs, ends, strict=True)]
+    )
     lengths = np.array([len(e) for e in encoded], dtype=np.int64) + has_end
     stops = np.cumsum(lengths)
     tokens = np.empty(int(stops[-1]), dtype=token_type(tokenizer))
@@ -240,5 +260,20 @@ def _join(tokenizer: Tokenizer, pieces: list[bytes], ends: list[bool], begins: b
     if end_id is not None:
         tokens[stops[has_end] - 1] = end_id
     first = np.array([begins, *ends[:-1]])
+    counted = None
+    if chats:
+        counted = np.ones(len(tokens), dtype=np.bool_)
+        for (ids, of_chat), start in zip(pairs, starts.tolist(), strict=True):
+            if of_chat is not None:
+                counted[start : start + len(ids)] = of_chat
     # A document without tokens (a normaliser can drop all of a text) has no position of its own.
-    return tokens, starts[first & (starts < len(tokens))]
+    return tokens, starts[first & (starts < len(tokens))], counted
+
+
+def _encode(
+    tokenizer: Tokenizer, chats: list[Conversation]
+) -> list[tuple[npt.NDArray[np.integer], Bits | None]]:
+    if not chats:
+        return []
+    assert tokenizer.chat is not None  # the reader made them with it
+    return [*tokenizer.chat.encode(chats)]

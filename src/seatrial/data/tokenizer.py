@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from seatrial.data.chat import Chat
+
 # End-of-document tokens by family, in order of trust: <|im_end|> and </s> can also end a chat turn.
 _END_OF_DOCUMENT = (
     "<|endoftext|>",
@@ -46,6 +48,10 @@ class Tokenizer(Protocol):
     def digest(self) -> str:
         """SHA-256 of the definition: two tokenizers with the same digest give the same ids."""
 
+    @property
+    def chat(self) -> Chat | None:
+        """What converts conversations; None without a chat template."""
+
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, without an end of document or other special tokens around it."""
 
@@ -63,6 +69,7 @@ class ByteTokenizer:
     vocab_size = 257
     end_of_document = 256
     digest = hashlib.sha256(b"seatrial bytes 1: ids 0..255 are bytes, 256 ends a document").hexdigest()
+    chat = None
 
     def encode(self, text: str) -> list[int]:
         # A lone surrogate has no UTF-8 encoding; it is replaced as in prepared data.
@@ -84,6 +91,8 @@ class FileTokenizer:
 
     def __init__(self, path: Path) -> None:
         from tokenizers import Tokenizer as Engine
+
+        from seatrial.data.chat import load_chat
 
         hint = 'give the path of a tokenizer.json, or "bytes" for the built-in one'
         if not os.path.isfile(path):  # never read a device or a pipe, which may be endless
@@ -113,6 +122,7 @@ class FileTokenizer:
             (vocabulary[t] for t in _END_OF_DOCUMENT if t in vocabulary), None
         )
         self.digest = hashlib.sha256(definition).hexdigest()
+        self.chat = load_chat(path.parent, self._engine)
 
     def encode(self, text: str) -> list[int]:
         return list(self._engine.encode(text, add_special_tokens=False).ids)
@@ -125,6 +135,13 @@ class FileTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._engine.decode(list(ids), skip_special_tokens=True))
+
+
+def digest_with_template(tokenizer: Tokenizer) -> str:
+    """SHA-256 of what prepared data depends on: the tokenizer and, where there is one, its chat template."""
+    if tokenizer.chat is None:
+        return tokenizer.digest
+    return hashlib.sha256(f"{tokenizer.digest} {tokenizer.chat.digest}".encode()).hexdigest()
 
 
 def load_tokenizer(spec: str) -> Tokenizer:

@@ -18,7 +18,7 @@ from seatrial.data.parts import plan_parts
 from seatrial.data.prepare import prepare
 from seatrial.data.sources import find
 from seatrial.data.store import TokenStore
-from seatrial.data.tokenizer import load_tokenizer
+from seatrial.data.tokenizer import digest_with_template, load_tokenizer
 from seatrial.data.workspace import Note
 from seatrial.data.writer import DEFAULT_SHARD_TOKENS
 from seatrial.storage.objects import Readable
@@ -47,7 +47,8 @@ def prepare_remote(
     """
     check_remote_target(url, force=force)
     tokenizer = load_tokenizer(tokenizer_spec)
-    parts = plan_parts(find(sources), tokenizer_digest=tokenizer.digest, text_key=text_key)
+    digest = digest_with_template(tokenizer)
+    parts = plan_parts(find(sources), tokenizer_digest=digest, text_key=text_key)
     text = "".join([url, str(shard_tokens), *(part.fingerprint for part in parts)])
     folder = _local_folder(url, hashlib.sha256(text.encode()).hexdigest())
     if is_store(folder):

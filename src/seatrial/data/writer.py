@@ -30,6 +30,7 @@ from seatrial.data.manifest import (
     TokenizerInfo,
     is_store,
 )
+from seatrial.data.mask import Bits, MaskPacker
 from seatrial.data.store import TokenStore
 from seatrial.data.tokenise import token_type
 from seatrial.data.tokenizer import Tokenizer
@@ -105,9 +106,12 @@ class StoreWriter:
         """Tokens appended so far."""
         return sum(s.n_tokens for s in self._shards) + (self._shard.n_tokens if self._shard else 0)
 
-    def append(self, tokens: npt.NDArray[np.integer], starts: npt.NDArray[np.integer]) -> None:
+    def append(
+        self, tokens: npt.NDArray[np.integer], starts: npt.NDArray[np.integer], counted: Bits | None = None
+    ) -> None:
         """Add `tokens`; a document begins at each of `starts` (ascending positions in `tokens`).
 
+        `counted`: which of them count in the loss; all if missing.
         ValueError for an id that is not below the tokenizer's vocabulary size.
         """
         if len(tokens) == 0:
@@ -121,7 +125,8 @@ class StoreWriter:
                 self._shard = _Shard(self._temporary, len(self._shards))
             count = min(len(tokens) - done, self._shard_tokens - self._shard.n_tokens)
             inside = starts[np.searchsorted(starts, done) : np.searchsorted(starts, done + count)]
-            self._shard.append(narrow[done : done + count], inside - done)
+            of_these = None if counted is None else counted[done : done + count]
+            self._shard.append(narrow[done : done + count], inside - done, of_these)
             done += count
             if self._shard.n_tokens == self._shard_tokens:
                 self._close_shard()
@@ -253,8 +258,18 @@ class _Shard:
         self._chunks = ChunkHasher()
         self._chunk_file: ChunkFile | None = None
         self._index = _HashedFile(folder / f"shard-{number:05d}.idx")
+        self._mask: MaskPacker | None = None  # only if some token does not count
 
-    def append(self, tokens: npt.NDArray[np.unsignedinteger], starts: npt.NDArray[np.integer]) -> None:
+    def append(
+        self,
+        tokens: npt.NDArray[np.unsignedinteger],
+        starts: npt.NDArray[np.integer],
+        counted: Bits | None = None,
+    ) -> None:
+        if counted is not None and self._mask is None and not counted.all():
+            self._mask = MaskPacker(self.n_tokens)
+        if self._mask is not None:
+            self._mask.append(np.ones(len(tokens), dtype=np.bool_) if counted is None else counted)
         data = np.ascontiguousarray(tokens).view(np.uint8).data
         self._tokens.write(data)
         self._chunks.update(data)
@@ -264,6 +279,10 @@ class _Shard:
             self._max_token = max(self._max_token, int(tokens.max()))
 
     def close(self) -> None:
+        if self._mask is not None:
+            mask = self._mask.finish()
+            self._tokens.write(mask)
+            self._chunks.update(mask)
         self._tokens.close()
         self._index.close()
         digests = self._chunks.finish()
@@ -297,6 +316,7 @@ class _Shard:
                 n_documents=self._index.n_bytes // 8,
             ),
             chunks=self._chunk_file,
+            n_counted=None if self._mask is None else self._mask.n_counted,
         )
 
 

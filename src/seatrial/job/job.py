@@ -144,6 +144,8 @@ class Job:
             identity["data.weights"] = ", ".join(map(str, shares(self.data.weights or ())))
         if not self.data.attend_across_documents:
             identity["data.attend_across_documents"] = False
+        if self.data.loss != "answers":
+            identity["data.loss"] = self.data.loss
         return identity
 
     def to_toml(self) -> str:

@@ -179,6 +179,10 @@ class DataSection(Section):
         default="text",
         description="key (JSONL) or column (Parquet) of the text in files that are not a token store",
     )
+    loss: Literal["answers", "all"] = Field(
+        default="answers",
+        description="what counts of conversations: only what the assistant says, or all; every token of texts counts",
+    )
     attend_across_documents: bool = Field(
         default=True,
         description="tokens attend to earlier documents of their packed sequence; false: only to their own document",

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from seatrial.base.box import Box, chunk
 from seatrial.base.errors import InternalError
 from seatrial.base.private import keep_compiler_private
+from seatrial.data.loader import NO_TARGET
 from seatrial.job.architecture import Architecture
 from seatrial.job.schema import Accumulate
 from seatrial.model.decoder import Decoder, stored_name, whole_shapes
@@ -29,7 +30,7 @@ from seatrial.parallel.recompute import keep_products
 from seatrial.parallel.shard import apply_sharding, free_gathered, prepare_backward
 from seatrial.parallel.stage_clock import StageClock
 from seatrial.parallel.tensor import apply_tensor_parallel, of_experts, split_dimension, tensor_box
-from seatrial.record.stages import BACKWARD, FORWARD
+from seatrial.record.stages import BACKWARD, FORWARD, STEP_SUM
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Settings:
     sequence_length: int
     microbatch: int  # sequences
     microbatches: int  # per step and rank
-    global_tokens: int  # per step, over all ranks: the loss is their mean
+    global_tokens: int  # per step, over all ranks: the loss is their mean, if all count
+    masked: bool = False  # some targets may be NO_TARGET: the loss is the mean over the others of the step
     precision: str = "fp32"
     activation_checkpointing: str = "none"
     recompute_every_layers: int = 1
@@ -103,8 +105,13 @@ class ParallelModel:
         sharded = layout.replicate * layout.shard > 1 or settings.precision == "bf16"
         data_mesh = mesh.data_mesh(timeout) if sharded else None
         expert_mesh = mesh.expert_mesh(timeout) if mesh.expert is not None else None
+        # Known at the begin of a step. 1 where none counts: loss and gradients are then 0.
+        self._divisor = torch.ones((), dtype=torch.float64, device=mesh.device)
+        # Targets of the last step, over all ranks.
+        self.counted: int | Tensor = settings.global_tokens
+        tokens = self._divisor if settings.masked else settings.global_tokens
         self.stages = [
-            build_stage(arch, index, mesh, settings, data_mesh, expert_mesh)
+            build_stage(arch, index, mesh, settings, data_mesh, expert_mesh, tokens)
             for index in layout.stage_indices(mesh.at.pipeline)
         ]
         for stage in self.stages:
@@ -131,10 +138,13 @@ class ParallelModel:
     ) -> Tensor:
         """Compute the gradients of the mean loss over the global batch into each parameter's `.grad`.
 
+        The mean is over all targets of the step that are not `NO_TARGET`, whichever rank and microbatch has them.
         `ids_BT` and `target_BT` are this data-parallel rank's sequences of the step; with `document_BT`, which numbers
         the documents in each, attention stays inside documents. Returns this rank's share of the mean loss: the sum
         over all ranks (`mesh.sum_over_ranks`) is the loss.
         """
+        if self.settings.masked:
+            self._count(target_BT)
         ids_BT, target_BT = self._own_positions(ids_BT), self._own_positions(target_BT)
         if self._pipeline is not None:
             loss = self._pipeline.forward_backward(ids_BT, target_BT, document_BT)
@@ -152,6 +162,15 @@ class ParallelModel:
         # Every tensor-parallel rank has the same loss; only one of them counts.
         return loss if self.mesh.at.tensor == 0 else torch.zeros_like(loss)
 
+    def _count(self, target_BT: Tensor) -> None:
+        """Count the targets of the global batch, before the first backward pass needs their number."""
+        layout = self.mesh.layout
+        with self.clock.during(STEP_SUM):
+            counted = self.mesh.sum_over_ranks((target_BT != NO_TARGET).sum(dtype=torch.float64))
+        # All ranks of a data-parallel rank's tensor, context and pipeline groups have the same targets here.
+        self.counted = counted / (layout.world_size // layout.data_parallel)
+        self._divisor.copy_(self.counted.clamp(min=1))
+
     def take_balance_loss(self) -> Tensor | float:
         """This rank's share, fp64, of the load-balancing loss since the last call: the sum over all ranks is the loss.
 
@@ -165,7 +184,7 @@ class ParallelModel:
 
     @torch.no_grad()
     def validation_loss(self, ids_BT: Tensor, target_BT: Tensor, document_BT: Tensor | None = None) -> Tensor:
-        """This rank's share, fp64, of the loss in nats summed over all targets that are not `loss.NO_TARGET`.
+        """This rank's share, fp64, of the loss in nats summed over all targets that are not `NO_TARGET`.
 
         The arguments are shaped as in `forward_backward`; the sum over all ranks is the sum over the global batch.
         Weights and gradients stay as they are. All ranks call it.
@@ -271,8 +290,12 @@ def build_stage(
     settings: Settings,
     data_mesh: DeviceMesh | None,
     expert_mesh: DeviceMesh | None,
+    tokens: int | Tensor,
 ) -> Decoder:
-    """Build pipeline stage `index` on the meta device: split, compiled and, with a `data_mesh`, sharded; no memory."""
+    """Build pipeline stage `index` on the meta device: split, compiled and, with a `data_mesh`, sharded; no memory.
+
+    `tokens`: what the loss is divided by, see `cross_entropy`.
+    """
     layout = mesh.layout
     with torch.device("meta"):
         model = Decoder(
@@ -282,9 +305,7 @@ def build_stage(
             last=index == layout.stages - 1,
         )
     if model.lm_head is not None:
-        model.lm_head.loss = partial(
-            cross_entropy, tokens=settings.global_tokens, group=mesh.tensor, rank=mesh.at.tensor
-        )
+        model.lm_head.loss = partial(cross_entropy, tokens=tokens, group=mesh.tensor, rank=mesh.at.tensor)
         if arch.num_experts:
             rows = settings.microbatch * settings.sequence_length
             model.balance = LoadBalancing(

@@ -18,19 +18,25 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from seatrial.data.loader import NO_TARGET
 from seatrial.job.loss_rows import loss_rows
 from seatrial.parallel.collectives import all_gather_single, needs_grad, reduce_scatter_single
 
-NO_TARGET = -1  # a position that does not count
-
 
 def cross_entropy(
-    x_BtD: Tensor, weight_VD: Tensor, target_BT: Tensor, *, tokens: int, group: ProcessGroup | None, rank: int
+    x_BtD: Tensor,
+    weight_VD: Tensor,
+    target_BT: Tensor,
+    *,
+    tokens: int | Tensor,
+    group: ProcessGroup | None,
+    rank: int,
 ) -> Tensor:
     """-log softmax(x weight^T)[target] in nats, fp64, summed over the targets that are not `NO_TARGET`.
 
-    With gradients the sum is divided by `tokens`, and is NaN until the backward pass has run. With a `group`, a rank
-    holds T/n positions and V/n rows of the weight (Megatron-LM, arXiv:1909.08053, section 3); all return the same value.
+    With gradients the sum is divided by `tokens` (a number, or an fp64 scalar whose value the backward pass reads), and is
+    NaN until that has run. With a `group`, a rank holds T/n positions and V/n rows of the weight (Megatron-LM,
+    arXiv:1909.08053, section 3); all return the same value.
     """
     if torch.is_grad_enabled():
         # A view: it has an autograd node of its own, which a leaf has not, see `needs_grad`.
@@ -85,7 +91,7 @@ class _CrossEntropy(torch.autograd.Function):
         x_BtD: Tensor,
         weight_VD: Tensor,
         target_BT: Tensor,
-        tokens: int,
+        tokens: int | Tensor,
         group: ProcessGroup | None,
         rank: int,
     ) -> Tensor:

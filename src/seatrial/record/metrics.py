@@ -10,7 +10,8 @@ from seatrial.record.jsonl import LineWriter, Problem, read_numbered
 from seatrial.record.typed import decode_all
 
 NOUN = "a metrics record"
-_LEFT_OUT = ("extra", "validation_loss", "validation_time_s", "router_aux_loss")  # where a step has none
+# Where a step has none.
+_LEFT_OUT = ("extra", "validation_loss", "validation_time_s", "router_aux_loss", "loss_tokens")
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class MetricsRecord:
 
     step: int
     tokens: int  # trained on so far, including this step
-    loss: float  # mean over the tokens of the global batch, in nats
+    loss: float  # mean over the tokens of the global batch that count, in nats
     grad_norm: float  # global, before clipping
     lr: float
     step_time_s: float
@@ -38,6 +39,7 @@ class MetricsRecord:
     router_aux_loss: float | None = (
         None  # load-balancing loss of experts, without its coefficient; not in `loss`
     )
+    loss_tokens: int | None = None  # tokens that counted in `loss`, where some do not
 
 
 class MetricsWriter:

@@ -252,7 +252,7 @@ class TrainWorker:
                 job, generation_spec, records, mesh, loader, kept, offers, source
             ), source
         else:
-            model, optimizer = build_first(job, mesh, resume)
+            model, optimizer = build_first(job, mesh, resume, loader)
         return self._make_loop(job, generation_spec, records, model, optimizer, loader, source), source
 
     def _offer(self, generation_spec: GenerationSpec, kept: _Kept | None) -> Offer:
@@ -280,7 +280,7 @@ class TrainWorker:
         if mesh.rank == 0:
             cleaning = partial(_remove_leftovers, Places(job, self.folder), generation_spec.generation)
             threading.Thread(target=cleaning, name="leftovers", daemon=True).start()
-        model, optimizer = build(job, mesh, Unfilled())
+        model, optimizer = build(job, mesh, Unfilled(), masked=loader.masked)
         loop = self._make_loop(job, generation_spec, records, model, optimizer, loader, source)
         if source.kind == "memory":
             assert self._fds is not None

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -114,7 +114,7 @@ def _train(
         model, optimizer, progress = found
         first_step = progress.step + 1
     else:
-        (model, optimizer), first_step = build_first(job, mesh, resume), 1
+        (model, optimizer), first_step = build_first(job, mesh, resume, loader), 1
     del found
     Loop(job, folder, records, model, optimizer, loader, validation=validation).run(first_step)
     dist.barrier()
@@ -124,19 +124,24 @@ def _train(
         write_sample(job, folder, records, mesh.device)
 
 
-def build(job: Job, mesh: Mesh, source: WeightSource) -> tuple[ParallelModel, ShardedOptimizer]:
-    """Build the model of `job` with the weights of `source`, and its optimizer."""
-    model = ParallelModel(job.architecture, mesh, settings_of(job), source, timeout=timeout_of(job))
+def build(
+    job: Job, mesh: Mesh, source: WeightSource, *, masked: bool = False
+) -> tuple[ParallelModel, ShardedOptimizer]:
+    """Build the model of `job` with the weights of `source`, and its optimizer; `masked` as of the `BatchLoader`."""
+    settings = replace(settings_of(job), masked=masked)
+    model = ParallelModel(job.architecture, mesh, settings, source, timeout=timeout_of(job))
     return model, build_optimizer(model.shards, job.optimizer)
 
 
-def build_first(job: Job, mesh: Mesh, resume: Resume) -> tuple[ParallelModel, ShardedOptimizer]:
+def build_first(
+    job: Job, mesh: Mesh, resume: Resume, loader: BatchLoader
+) -> tuple[ParallelModel, ShardedOptimizer]:
     """Build model and optimizer for a fresh start. Raises RunFailed if the run has saved a checkpoint.
 
     All ranks call it.
     """
     resume.refuse_fresh_start()
-    return build(job, mesh, first_weights(job))
+    return build(job, mesh, first_weights(job), masked=loader.masked)
 
 
 def load(
@@ -152,7 +157,7 @@ def load(
     """
     built = None
     while (step := resume.find_newest()) and accept(step):
-        built = built or build(job, mesh, Unfilled())
+        built = built or build(job, mesh, Unfilled(), masked=loader.masked)
         progress = resume.fill(partial(state.restore, *built))
         if progress is None:
             continue
@@ -271,6 +276,7 @@ def make_loader(job: Job, folder: RunFolder, plan: Mapping[str, Any]) -> BatchLo
         attend_across_documents=job.data.attend_across_documents,
         ahead=max(store.ahead for store in stores),
         last_step=train.steps,
+        loss=job.data.loss,
     )
 
 
@@ -306,6 +312,7 @@ def make_validation(
         attend_across_documents=job.data.attend_across_documents,
         ahead=store.ahead,
         last_step=-(-samples // train.global_batch),
+        loss=job.data.loss,
     )
     return ValidationSet(validation, samples)
 

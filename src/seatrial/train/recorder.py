@@ -157,6 +157,8 @@ class Recorder:
         )
         if self._job.architecture.num_experts:
             record = replace(record, router_aux_loss=values.balance_loss)
+        if self._loader.masked:
+            record = replace(record, loss_tokens=values.counted)
         if extra := self._extra.values(record):
             record = replace(record, extra=extra)
         self._held = record

@@ -18,10 +18,13 @@ from seatrial.train.meter import OwnWorkTimer
 from seatrial.train.optimizer import ShardedOptimizer
 
 # The vector: loss, squared gradient norm; how many ranks are to yield, are preempted, and are still writing their last
-# snapshot; rank 0's checkpoint status (`SaveStatus`); the experts' load-balancing loss; then, for each block below, one
-# number per rank, to which all other ranks add 0. So the sum is exact there and preserves NaN (gloo's MAX loses NaN).
-_LOSS, _NORM, _YIELD, _PREEMPT, _BUSY, _COMMITTED, _REQUESTED, _INTERVAL, _AT_RISK, _BALANCE = range(10)
-_HEAD = 10
+# snapshot; rank 0's checkpoint status (`SaveStatus`); the experts' load-balancing loss; how many targets counted in the
+# loss; then, for each block below, one number per rank, to which all other ranks add 0. So the sum is exact there and
+# preserves NaN (gloo's MAX loses NaN).
+_LOSS, _NORM, _YIELD, _PREEMPT, _BUSY, _COMMITTED, _REQUESTED, _INTERVAL, _AT_RISK, _BALANCE, _COUNTED = (
+    range(11)
+)
+_HEAD = 11
 _MEMORY, _SECONDS, _NOT_FINITE, _CHANGED, _PART = range(5)
 _BLOCKS = 5
 
@@ -55,8 +58,13 @@ class StepValues:
 
     @property
     def loss(self) -> float:
-        """Mean over the global batch, in nats per token."""
+        """Mean over the targets of the global batch that count, in nats per token; 0 if none does."""
         return self.vector[_LOSS]
+
+    @property
+    def counted(self) -> int:
+        """Number of these targets."""
+        return int(self.vector[_COUNTED])
 
     @property
     def balance_loss(self) -> float:
@@ -197,6 +205,8 @@ def local_vector(
     values = on_host.to(mesh.device, non_blocking=True)
     values[_LOSS] = loss
     values[_BALANCE] = model.take_balance_loss()
+    if mesh.rank == 0:
+        values[_COUNTED] = model.counted
     values[_NORM] = norm_squared
     values[index(_NOT_FINITE)] = ~torch.isfinite(values[_LOSS] + values[_NORM])
     if changed is not None:

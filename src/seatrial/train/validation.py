@@ -9,11 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from seatrial.data.loader import BatchLoader
+from seatrial.data.loader import NO_TARGET, BatchLoader
 from seatrial.hardware.accelerator import is_accelerator
 from seatrial.job import Job
 from seatrial.parallel.build import ParallelModel
-from seatrial.parallel.loss import NO_TARGET
 from seatrial.record.messages import Leaving
 from seatrial.record.stages import VALIDATION
 from seatrial.train.meter import OwnWorkTimer
@@ -36,7 +35,7 @@ class ValidationSet:
 class Measured:
     """The result of a validation, equal in all ranks."""
 
-    loss: float | None  # mean over the tokens, in nats; None if interrupted
+    loss: float | None  # mean over the targets that count, in nats (0 if none does); None if interrupted
     seconds: float
     leaving: Leaving | None  # a leave request to at least one rank meanwhile
 
@@ -65,18 +64,19 @@ class Validation:
         begin = time.perf_counter()
         paused = nullcontext() if self._clock is None else self._clock.paused()
         with self._model.clock.only(VALIDATION), paused:
-            total, leaving = 0.0, None
+            total, counted, leaving = 0.0, 0.0, None
             for number in range(1, self._data.batches + 1):
                 progress(number)
-                loss, leaving = self._batch(number, leave_request())
+                loss, targets, leaving = self._batch(number, leave_request())
                 total += loss
+                counted += targets
                 if leaving is not None:
                     break
-        tokens = self._data.samples * self._data.loader.sequence_length
-        return Measured(None if leaving is not None else total / tokens, time.perf_counter() - begin, leaving)
+        loss_or_none = None if leaving is not None else total / max(1.0, counted)
+        return Measured(loss_or_none, time.perf_counter() - begin, leaving)
 
-    def _batch(self, number: int, leave_request: Leaving | None) -> tuple[float, Leaving | None]:
-        """(sum of the losses of batch `number` over all ranks, a leave request to any of them)."""
+    def _batch(self, number: int, leave_request: Leaving | None) -> tuple[float, float, Leaving | None]:
+        """(sum of the losses of batch `number` over all ranks, number of its targets, a leave request to any of them)."""
         mesh, loader = self._model.mesh, self._data.loader
         share = loader.global_batch // mesh.layout.data_parallel
         first = mesh.data_rank * share
@@ -87,9 +87,12 @@ class Validation:
         if is_accelerator(mesh.device):
             batch = batch.to(mesh.device)
         values = torch.tensor(
-            [0.0, leave_request == "yielded", leave_request == "preempted"], dtype=torch.float64
+            [0.0, 0.0, leave_request == "yielded", leave_request == "preempted"], dtype=torch.float64
         )
         values = values.to(mesh.device)
         values[0] = self._model.validation_loss(*batch)
-        loss, yielded, preempted = mesh.sum_over_ranks(values).tolist()
-        return loss, "preempted" if preempted else "yielded" if yielded else None
+        values[1] = (batch.target_BT != NO_TARGET).sum()
+        loss, targets, yielded, preempted = mesh.sum_over_ranks(values).tolist()
+        # Every rank of a data-parallel rank's tensor, context and pipeline groups has counted the same ones.
+        targets /= mesh.layout.world_size // mesh.layout.data_parallel
+        return loss, targets, "preempted" if preempted else "yielded" if yielded else None

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seatrial.base.errors import InputError
-from seatrial.data.loader import Batch, BatchLoader
+from seatrial.data.blend import Blend
+from seatrial.data.loader import NO_TARGET, Batch, BatchLoader
 from seatrial.data.store import TokenStore
 from seatrial.data.tokenizer import ByteTokenizer
 from seatrial.data.writer import StoreWriter
@@ -180,3 +181,29 @@ def test_a_loader_that_is_let_go_ends_its_thread(store: TokenStore) -> None:
     gc.collect()
     thread.join(30)
     assert not thread.is_alive()
+
+
+def test_what_does_not_count_is_no_target(store: TokenStore, tmp_path: Path) -> None:
+    """Of a blend with a store in which all tokens count; ids stay what they are."""
+    counted = np.random.default_rng(0).random(1000) < 0.4
+    with StoreWriter(tmp_path / "masked", WideTokenizer(), shard_tokens=70) as w:
+        w.append(np.arange(1000, 2000), np.array([0]), counted)
+        masked = w.finish({})
+    sizes = {"sequence_length": 9, "global_batch": 8, "seed": 5, "vocab_size": 2000}
+    both = BatchLoader([store, masked], **sizes, blend=Blend([0.5, 0.5]))
+    whole = BatchLoader([store, masked], **sizes, blend=Blend([0.5, 0.5]), loss="all")
+    assert both.masked
+    assert not whole.masked
+    assert not loader(store).masked
+    seen = 0
+    for step in range(1, 30):
+        ours, all_of_them = both.batch(step, 0, 8), whole.batch(step, 0, 8)
+        assert torch.equal(ours.ids_BT, all_of_them.ids_BT)
+        assert torch.equal(all_of_them.ids_BT + 1, all_of_them.target_BT)
+        number = all_of_them.target_BT - 1000
+        counts = (number < 0) | torch.from_numpy(counted)[number.clamp(min=0)]
+        assert torch.equal(ours.target_BT, torch.where(counts, all_of_them.target_BT, NO_TARGET))
+        seen += int((~counts).sum())
+    assert seen > 400
+    both.close()
+    whole.close()

@@ -17,7 +17,7 @@ from seatrial.base.errors import InputError
 from seatrial.data import stream as stream_module
 from seatrial.data import writer
 from seatrial.data.chunks import ChunkHasher
-from seatrial.data.loader import BatchLoader
+from seatrial.data.loader import NO_TARGET, BatchLoader
 from seatrial.data.store import TokenStore
 from seatrial.data.stream import AHEAD, StreamedStore
 from seatrial.data.tokenizer import ByteTokenizer
@@ -88,6 +88,27 @@ def test_the_same_batches_as_from_a_local_folder(remote: Path, across: bool) -> 
             assert (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
     ours.close()
     theirs.close()
+    streamed.close()
+
+
+def test_a_mask_is_streamed_and_verified_like_the_tokens(remote: Path) -> None:
+    counted = np.random.default_rng(1).random(N) < 0.3
+    with StoreWriter(remote, WideTokenizer(), shard_tokens=11_000, replace=True) as w:
+        w.append(np.arange(N), np.arange(0, N, 13), counted)
+        local = w.finish({})
+    streamed = stream(remote)
+    ours, theirs = (loader(s, ahead=0).batch(3, 4, 8).target_BT for s in (streamed, local))
+    assert torch.equal(ours, theirs)
+    assert (
+        (ours == NO_TARGET)
+        == torch.from_numpy(~counted)[loader(local, loss="all", ahead=0).batch(3, 4, 8).target_BT]
+    ).all()
+    path = remote / "shard-00005.bin"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(InputError, match="damaged: bytes"):
+        streamed.counted([N - 9, N - 8], 8)
     streamed.close()
 
 

@@ -166,6 +166,10 @@ class TestIdentity:
         assert "data.attend_across_documents" not in load(GOOD).identity()
         assert inside == {**load(GOOD).identity(), "data.attend_across_documents": False}
 
+    def test_a_loss_over_all_tokens_is_another_run(self) -> None:
+        assert "data.loss" not in load(GOOD).identity()
+        assert load(GOOD, "data.loss=all").identity() == {**load(GOOD).identity(), "data.loss": "all"}
+
     def test_a_blend_is_written(self) -> None:
         job = load(
             GOOD, """data.train=["/a \\"b\\" c", 'd']""", "data.weights=[0.1, 7e2]", "data.cache_gb=0.5"

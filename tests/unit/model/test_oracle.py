@@ -7,6 +7,7 @@ tokens' losses is taken in another order), gradients 2.2e-7, and 0 where there i
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -15,11 +16,12 @@ from model_cases import ARCHITECTURES, DictWeights, Oracle, random_tensors
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from seatrial.data.loader import NO_TARGET
 from seatrial.job.architecture import Architecture
 from seatrial.job.huggingface import architecture_from_config, config_from_architecture
 from seatrial.model.decoder import Decoder, stored_name, whole_shapes
 from seatrial.model.generate import load_whole
-from seatrial.parallel.loss import LoadBalancing
+from seatrial.parallel.loss import LoadBalancing, cross_entropy
 
 pytestmark = pytest.mark.cluster  # slow together
 
@@ -163,3 +165,26 @@ def test_config_json_of_transformers(arch: Architecture, oracle: Oracle) -> None
 def _error(a: torch.Tensor, b: torch.Tensor) -> float:
     """The root mean square of the difference as a part of that of `b`."""
     return ((a - b).norm() / b.norm()).item()
+
+
+@pytest.mark.parametrize("name", ["qwen2-gqa2-tied", "llama-gqa4"])
+def test_targets_that_do_not_count(name: str, oracle: Oracle) -> None:
+    """transformers' loss with labels of -100, and its gradients."""
+    arch = ARCHITECTURES[name]
+    tensors, ids = random_tensors(arch), _ids(arch)
+    ignored = torch.rand(ids.shape, generator=torch.Generator().manual_seed(2)) < torch.tensor(
+        [[0.95], [0.3]]
+    )
+    theirs, ours = oracle.model(arch, tensors), load_whole(arch, DictWeights(tensors)).train()
+    expected = theirs(ids, labels=ids.masked_fill(ignored, -100)).loss
+    expected.backward()
+    target = ids[:, 1:].masked_fill(ignored[:, 1:], NO_TARGET)
+    tokens = (target != NO_TARGET).sum(dtype=torch.float64)
+    assert ours.lm_head is not None
+    ours.lm_head.loss = partial(cross_entropy, tokens=tokens, group=None, rank=0)
+    loss = ours(ids[:, :-1].contiguous(), target_BT=target)
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=LOSS)
+    grads = {stored_name(n, arch): p.grad for n, p in ours.named_parameters()}
+    for their_name, parameter in theirs.named_parameters():
+        assert _difference(grads[their_name], parameter.grad) <= GRADIENTS, their_name

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from seatrial.data.loader import NO_TARGET
 from seatrial.job import loss_rows
-from seatrial.parallel.loss import NO_TARGET, cross_entropy
+from seatrial.parallel.loss import cross_entropy
 from seatrial.train.dryrun.recorder import Recorder
 from seatrial.train.dryrun.timeline import Timeline
 

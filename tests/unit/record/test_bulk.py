@@ -128,7 +128,7 @@ def test_regular_data_is_taken_as_columns() -> None:
 
 def test_kept_columns_are_read_in_place_of_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jsonl, "_BULK_BYTES", 1)
-    monkeypatch.setattr(jsonl, "PIECE_BYTES", 32 * 200)
+    monkeypatch.setattr(jsonl, "PIECE_BYTES", 32 * 220)
     folder = RunFolder(tmp_path)
     for path, data in write(folder, Run().play([("train", 60)])).items():
         path.write_bytes(data)

@@ -52,6 +52,7 @@ def test_metrics_have_exactly_the_fields_of_the_contract() -> None:
         "validation_loss",
         "validation_time_s",
         "router_aux_loss",
+        "loss_tokens",
     ]
 
 

@@ -46,6 +46,8 @@ def make_job(folder: Path, *overrides: str) -> Job:
 class Batches:
     """Data that the step's number determines; each row counts up from a start of its own."""
 
+    masked = False
+
     def samples(self, step: int) -> tuple[int, int]:
         return (step - 1) * BATCH, step * BATCH
 

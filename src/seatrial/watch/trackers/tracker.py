@@ -56,6 +56,7 @@ def values_of(record: MetricsRecord) -> dict[str, float]:
         "train/loss": record.loss,
         "train/grad_norm": record.grad_norm,
         "train/router_aux_loss": record.router_aux_loss,
+        "train/loss_tokens": record.loss_tokens,
         "train/lr": record.lr,
         "train/tokens": record.tokens,
         "validation/loss": record.validation_loss,
