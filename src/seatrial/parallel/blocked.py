@@ -39,7 +39,7 @@ _ISSUING = (
     *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "reduce_scatter", "barrier"),
     *("_allgather_base", "all_gather_single", "all_gather_single_coalesced"),
     *("_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
-    *("send", "recv", "recv_anysource", "_end_coalescing"),
+    *("send", "recv", "recv_anysource", "_end_coalescing", "alltoall_base", "all_to_all_single"),
 )
 _INCLUDING_COLLECTIVES = (SAVE, STEP_SUM, VALIDATION)  # stages that include their own collectives
 
@@ -53,9 +53,9 @@ class Blocked:
     def __init__(self, clock: StageClock, mesh: Mesh) -> None:
         self._clock = clock
         groups = {
+            SHARD: [mesh.stage, mesh.shard],  # first: `stage` may be one of the others
             TENSOR: [mesh.tensor],
             CONTEXT: [mesh.context],
-            SHARD: [mesh.shard],
             REPLICATE: [mesh.replicate],
         }
         groups[PIPELINE] = [mesh.pipeline, mesh.ends]

@@ -16,6 +16,7 @@ from seatrial.base.box import Box, chunk
 from seatrial.base.errors import InternalError
 from seatrial.base.private import keep_compiler_private
 from seatrial.job.architecture import Architecture
+from seatrial.job.layout import Coordinates, Layout
 from seatrial.job.schema import Accumulate
 from seatrial.model.decoder import Decoder, stored_name, whole_shapes
 from seatrial.model.lora import freeze_base
@@ -236,11 +237,9 @@ class ParallelModel:
         for own_name, parameter in stage.named_parameters():
             name = stored_name(own_name, self.arch)
             copy = name != own_name
-            box = tensor_box(own_name, shapes[name], layout.tensor, mesh.at.tensor)
+            box = held_box(own_name, shapes[name], layout, mesh.at)
             local = parameter.detach()
             if isinstance(local, DTensor):
-                offset, size = chunk(box.sizes[0], layout.shard, mesh.at.shard)
-                box = box.narrow(0, offset, size)
                 local = local.to_local()
             assert tuple(local.shape) == box.sizes, f"{name}: {tuple(local.shape)} is not {box}"
             whole_on_tensor = split_dimension(own_name) is None
@@ -259,6 +258,12 @@ class ParallelModel:
                 )
             )
         return out
+
+
+def held_box(name: str, whole: tuple[int, ...], layout: Layout, at: Coordinates) -> Box:
+    """The part of parameter `name` that the rank at `at` holds, if its stage has it."""
+    box = tensor_box(name, whole, layout.tensor, at.tensor)
+    return box.narrow(0, *chunk(box.sizes[0], layout.shard, at.shard))
 
 
 def build_stage(

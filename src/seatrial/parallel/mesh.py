@@ -29,6 +29,7 @@ class Mesh:
     replicate: ProcessGroup | None
     ends: ProcessGroup | None  # first and last pipeline rank of this column, which share a tied embedding
     context: ProcessGroup | None = None  # neighbours within `shard`
+    stage: ProcessGroup | None = None  # tensor x shard x replicate, in the order of ranks; see `build_mesh`
 
     @property
     def data_rank(self) -> int:
@@ -86,8 +87,13 @@ def _group(ranks: list[int], timeout: timedelta) -> ProcessGroup:
     return group
 
 
-def build_mesh(layout: Layout, device: torch.device, timeout: timedelta) -> Mesh:
-    """Create the groups of this rank. Call it once in every rank, after init_process_group."""
+def build_mesh(
+    layout: Layout, device: torch.device, timeout: timedelta, *, with_stage: bool = False
+) -> Mesh:
+    """Create the groups of this rank. Call it once in every rank, after init_process_group.
+
+    `with_stage`: also one of all ranks with the same pipeline stages; if that is one of the others, it is not created again.
+    """
     rank = dist.get_rank()
     if dist.get_world_size() != layout.world_size:
         raise ValueError(
@@ -114,4 +120,12 @@ def build_mesh(layout: Layout, device: torch.device, timeout: timedelta) -> Mesh
     elif layout.pipeline > 2 and at.pipeline in (0, layout.pipeline - 1):
         column = along("pipeline", layout.pipeline)
         ends = _group([column[0], column[-1]], timeout)
-    return Mesh(layout=layout, rank=rank, at=at, device=device, ends=ends, context=context, **groups)
+    stage = None
+    size = layout.world_size // layout.pipeline
+    if with_stage and size > 1:
+        same = (groups[d] for d in ("tensor", "shard", "replicate") if getattr(layout, d) == size)
+        first = at.pipeline * size
+        stage = next(same, None) or _group(list(range(first, first + size)), timeout)
+    return Mesh(
+        layout=layout, rank=rank, at=at, device=device, ends=ends, context=context, stage=stage, **groups
+    )

@@ -31,6 +31,7 @@ _COLLECTIVES: dict[Any, tuple[str, str]] = {
     _c10d.allreduce_: ("all-reduce", "tensors"),
     _c10d._allgather_base_: ("all-gather", "output_tensor"),
     _c10d._reduce_scatter_base_: ("reduce-scatter", "input_tensor"),
+    _c10d.alltoall_base_: ("all-to-all", "input"),
     _c10d.broadcast_: ("broadcast", "tensors"),
     _c10d.send: ("send", "tensors"),
     _c10d.recv_: ("receive", "tensors"),
@@ -217,7 +218,8 @@ def _attention_product(query_BNTH: Tensor, key_BKSH: Tensor) -> int:
 def dimensions(mesh: Any) -> dict[str, str]:
     """Name of each process group of this rank -> its dimension of the layout (`mesh`: `parallel.mesh.Mesh`)."""
     names = {}
-    for dimension in ("ends", "tensor", "context", "pipeline", "shard", "replicate"):
+    # Later names replace earlier ones: `stage` and `ends` may be one of the other groups.
+    for dimension in ("stage", "ends", "tensor", "context", "pipeline", "shard", "replicate"):
         group = getattr(mesh, dimension)
         if group is not None:
             names[group.group_name] = dimension
