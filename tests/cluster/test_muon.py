@@ -105,9 +105,9 @@ def test_an_update_has_the_bits_of_torchs(name: str, updated: dict[str, Ran]) ->
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
     out = tmp_path_factory.mktemp("trained")
-    ones = {end: {"layout": {}, "oracle": True, **more} for end, more in (("one", {}), ("one-experts", EXPERTS))}
-    ours = {f"{name}-again": TRAINED[name] for name in ("tp2-pp2-fsdp2",)}
-    cases = [_case(name, {"steps": STEPS, **case}) for name, case in (ones | TRAINED | ours).items()]
+    ones = {name: {"layout": {}, "oracle": True, **more} for name, more in (("one", {}), ("one-experts", EXPERTS))}
+    again = {"tp2-pp2-fsdp2-again": TRAINED["tp2-pp2-fsdp2"]}
+    cases = [_case(name, {"steps": STEPS, **case}) for name, case in (ones | TRAINED | again).items()]
     done = run_cases(cases, out, timeout_s=400, script="muon_ranks.py")
     assert done.returncode == 0, done.stderr[-4000:]
     return read_runs(out, cases)
@@ -119,10 +119,12 @@ def test_a_layout_trains_as_torch_in_one_process(name: str, trained: dict[str, R
     loss, norm = _differences(trained[name], trained[peer])
     weight, whose = _worst(trained[name], "weights", _reference(trained, peer, "weights"))
     print(f"{name}: loss {loss:.1e}, norm {norm:.1e}, weight {weight:.1e} ({whose})")  # pytest -rP shows it
-    # Sums in another order, rounded to bf16 before and after each product of the iteration.
-    assert loss < 1e-2
-    assert norm < 2e-2
-    assert weight < 2e-2, whose
+    # Sums in another order, rounded to bf16 before and after each product of the iteration; with experts a position may also be
+    # sent to another one.
+    times = 20 if peer == "one-experts" else 1
+    assert loss < 2e-4 * times
+    assert norm < 5e-4 * times
+    assert weight < 3e-3 * times, whose
     first = trained[name].ranks[0]["history"]
     assert all(history == first for history in trained[name].histories())
 
