@@ -130,8 +130,8 @@ def _update_size(facts: Facts) -> Iterator[RuleViolation]:
     if lr * decay >= 1:
         yield RuleViolation(
             ("optimizer.weight_decay", "optimizer.lr"),
-            f"lr {lr:g} x weight_decay {decay:g} = {lr * decay:g} must be less than 1: it is the fraction of each weight that one "
-            "update removes",
+            f"lr {lr:g}{' (with adamw_lr_factor)' if lr > optimizer.lr else ''} x weight_decay {decay:g} = {lr * decay:g} must be less "
+            "than 1: it is the fraction of each weight that one update removes",
             "a common value is weight_decay = 0.1",
         )
 

@@ -63,24 +63,22 @@ def temporary_bytes(model: Architecture, recipe: Recipe, rank: int) -> float:
 
 
 def seconds(model: Architecture, recipe: Recipe, fabric: Fabric, rank: int) -> float:
-    """Seconds of preparing an update: both exchanges, and the matrix products between them, which nothing overlaps."""
+    """Seconds of preparing an update of a dense model: both exchanges of each round, and between them the products.
+
+    Nothing overlaps with them. As in other models of experts, the speed of their products is unknown.
+    """
+    assert not model.num_experts
     n, kernels = stage_ranks(recipe), Kernels(fabric.cluster.gpu, "bf16")
     layers = sum(recipe.layout.rank_layers(rank, model.num_hidden_layers))
-    single = stacked = 0.0
-    singles = stacks = 0
-    for rows, columns, count in model.hidden_matrices():
+    one_of_each = 0.0
+    for rows, columns, _ in model.hidden_matrices():
         small, large = sorted((rows, columns))
-        together = 1 if count == 1 else math.ceil(model.num_experts / n)
-        each = kernels.product(together * small, small, large) + kernels.product(together * small, small, small)
-        each = _STEPS * (each + kernels.product(together * small, large, small))
-        if count == 1:
-            single, singles = single + layers * each, singles + layers
-        else:
-            kinds = layers * count // model.num_experts
-            stacked, stacks = stacked + kinds * each, stacks + kinds
-    turns = math.ceil(singles / n)
-    products = single / singles * turns + stacked
+        one_of_each += kernels.product(small, small, large) + kernels.product(small, small, small)
+        one_of_each += kernels.product(small, large, small)
+    each = _STEPS * one_of_each / len(model.hidden_matrices())
+    rounds = math.ceil(layers * len(model.hidden_matrices()) / n)
     if n == 1:
-        return products
-    messages, sent, share = 2 * (turns + stacks), sent_bytes(model, recipe, rank), leaving(recipe, fabric)
-    return products + messages * fabric.send(sent * (share or 1.0) / messages, across=share > 0)
+        return rounds * each
+    sent, share = sent_bytes(model, recipe, rank), leaving(recipe, fabric)
+    message = fabric.send(sent * (share or 1.0) / (2 * rounds), across=share > 0)
+    return rounds * (each + 2 * message)
