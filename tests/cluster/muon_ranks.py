@@ -1,6 +1,6 @@
 """Muon in many layouts: with gradients that are given, and in training; see test_muon.py.
 
-    python muon_ranks.py CASES.json OUT_FOLDER
+python muon_ranks.py CASES.json OUT_FOLDER
 """
 
 from __future__ import annotations

@@ -12,18 +12,22 @@ from typing import Any
 
 import pytest
 import torch
+from dryrun_ranks import job_of
 from muon_ranks import SCALE, UPDATES, gradient
 from parity_ranks import LR, NoisyWeights, arch_of, torchs_muon
 from recovery_runs import REPLICAS, Begin, Trial, assert_same, beginning, make_folder, one_node
 from test_dryrun import _peak
+from test_dryrun_carried import _same
 from test_parity import LAYOUTS, Ran, _differences, _reference, _worst, read_runs
-from torch import Tensor, nn
+from torch import nn
 
 from conftest import run_cases
 from seatrial.base.box import Box
 from seatrial.job.optimizers import is_hidden_matrix
 from seatrial.job.schema import OptimizerSection
 from seatrial.model.decoder import whole_shapes
+from seatrial.plan.cost.dryrun import dry_run
+from seatrial.train.dryrun.trace import at_size
 
 pytestmark = pytest.mark.cluster
 
@@ -105,7 +109,9 @@ def test_an_update_has_the_bits_of_torchs(name: str, updated: dict[str, Ran]) ->
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
     out = tmp_path_factory.mktemp("trained")
-    ones = {name: {"layout": {}, "oracle": True, **more} for name, more in (("one", {}), ("one-experts", EXPERTS))}
+    ones = {
+        name: {"layout": {}, "oracle": True, **more} for name, more in (("one", {}), ("one-experts", EXPERTS))
+    }
     again = {"tp2-pp2-fsdp2-again": TRAINED["tp2-pp2-fsdp2"]}
     cases = [_case(name, {"steps": STEPS, **case}) for name, case in (ones | TRAINED | again).items()]
     done = run_cases(cases, out, timeout_s=400, script="muon_ranks.py")
@@ -170,6 +176,18 @@ def test_the_dry_run_is_the_real_step(name: str, traced: Path) -> None:
         assert dry["flops"] == real["flops"]
         assert sum(n for phase, kind, n in dry["flops"] if (phase, kind) == ("update", "matmul")) > 0
         assert _peak(dry) <= _peak(real) <= 1.05 * _peak(dry)
+
+
+def test_a_step_carried_over_is_the_whole_step() -> None:
+    """A rank orthogonalises each second matrix: two more layers add the same to it."""
+    case = {"layout": {"shard": 2}, "precision": "bf16", "tied": False, "optimizer": MUON}
+    job = at_size(job_of(case), 13, 5)
+    few, whole = (dry_run(job, processes=2, whole=whole, timeout_s=300) for whole in (False, True))
+    for a, b in zip(few.ranks, whole.ranks, strict=True):
+        assert len(a.traced) == 4
+        _same(a, b)
+    (exchanged,) = [t for t in few.ranks[0].traffic if t.kind == "all-to-all"]
+    assert exchanged.calls == 2 * -(-13 * 7 // 2)
 
 
 # -- whole runs: hit, and compared with one that was not

@@ -87,9 +87,7 @@ def _group(ranks: list[int], timeout: timedelta) -> ProcessGroup:
     return group
 
 
-def build_mesh(
-    layout: Layout, device: torch.device, timeout: timedelta, *, with_stage: bool = False
-) -> Mesh:
+def build_mesh(layout: Layout, device: torch.device, timeout: timedelta, *, with_stage: bool = False) -> Mesh:
     """Create the groups of this rank. Call it once in every rank, after init_process_group.
 
     `with_stage`: also one of all ranks with the same pipeline stages; if that is one of the others, it is not created again.

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from plan_cases import NDR, gpu
 
-
 from seatrial.job import job_from_text, preset_text
 from seatrial.job.architecture import Architecture
 from seatrial.job.layout import Layout

@@ -294,9 +294,7 @@ class PeerGone(Exception):
     pass
 
 
-def break_exchange(
-    run: Run, monkeypatch: pytest.MonkeyPatch, step: int, *, dimensions: int = 1
-) -> None:
+def break_exchange(run: Run, monkeypatch: pytest.MonkeyPatch, step: int, *, dimensions: int = 1) -> None:
     """Lose the peers in the sum of the vector of `step`, or of the norm, a scalar."""
     whole = run.model.mesh.sum_over_ranks
 
@@ -320,9 +318,7 @@ def test_muon_needs_no_peer_after_the_sum_and_all_before_it(
 
 
 @pytest.mark.parametrize("how", UPDATES)
-def test_apply_ready_makes_the_same_update(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
+def test_apply_ready_makes_the_same_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     other = Run(tmp_path / "other", how, leave={5: "yielded"})
     other.loop.run(1)
     assert other.loop.known is not None

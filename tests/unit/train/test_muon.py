@@ -88,7 +88,10 @@ def test_an_update_is_torchs(nesterov: bool, adjust: str) -> None:
         matrices + experts, lr=1e-2, momentum=0.9, nesterov=nesterov, adjust_lr_fn=adjust, weight_decay=0.1
     )
     ends = [whole["model.embed_tokens.weight"], whole["lm_head.weight"]]
-    groups = [{"params": ends}, {"params": [whole["model.layers.0.self_attn.q_proj.bias"]], "weight_decay": 0.0}]
+    groups = [
+        {"params": ends},
+        {"params": [whole["model.layers.0.self_attn.q_proj.bias"]], "weight_decay": 0.0},
+    ]
     adamw = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
     for seed in range(1, 5):
         for p, gradient in zip(whole.values(), values(seed).values(), strict=True):

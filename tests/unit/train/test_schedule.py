@@ -10,7 +10,6 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-
 from transformers import optimization
 
 from seatrial.job.schema import OptimizerSection
@@ -58,7 +57,9 @@ def theirs(steps: int, schedule: Callable[[torch.optim.Optimizer], Any], ratio: 
 def test_schedules_are_those_of_transformers() -> None:
     steps, warmup = 60, 12
     linear = theirs(steps, lambda o: transformers.get_linear_schedule_with_warmup(o, warmup, steps))
-    assert curve(steps, warmup_steps=warmup, decay="linear", min_lr_ratio=0.0) == pytest.approx(linear, abs=1e-12)
+    assert curve(steps, warmup_steps=warmup, decay="linear", min_lr_ratio=0.0) == pytest.approx(
+        linear, abs=1e-12
+    )
     inverse = theirs(steps, lambda o: transformers.get_inverse_sqrt_schedule(o, warmup))
     assert curve(steps, warmup_steps=warmup, decay="inverse_sqrt", min_lr_ratio=0.0) == pytest.approx(inverse)
     for cosine in (False, True):

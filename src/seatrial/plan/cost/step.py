@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 
 from seatrial.job.architecture import Architecture
 from seatrial.job.schedules import Times, schedule_named
-from seatrial.plan.cost.calibration import UNIT_FACTORS, Factors
 from seatrial.plan.cost import muon
+from seatrial.plan.cost.calibration import UNIT_FACTORS, Factors
 from seatrial.plan.cost.collectives import Fabric
 from seatrial.plan.cost.kernels import MEMORY_SHARE
 from seatrial.plan.cost.memory import (
