@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from jobs import GOOD, load, only_problem, problems
 
-from seatrial.job.schema import JobFile
+from seatrial.job.schema import MUON_KEYS, JobFile
 
 
 @pytest.mark.parametrize(
@@ -412,3 +412,13 @@ def test_experts_belong_to_a_family_that_has_them() -> None:
     assert 'num_experts with family "qwen2": its models have no experts' in found.message
     missing = only_problem("model.family=qwen3_moe")
     assert "missing in [model]: num_experts, num_experts_per_tok, moe_intermediate_size" in missing.message
+
+
+def test_later_keys_of_the_optimizer_leave_older_runs_as_they_were() -> None:
+    later = {f"optimizer.{key}" for key in ("name", "decay_form", *MUON_KEYS)}
+    adamw, muon = load(GOOD), load(GOOD, "optimizer.name=muon")
+    assert not later & adamw.identity().keys()
+    assert later - {"optimizer.decay_form"} <= muon.identity().keys()
+    assert load(GOOD, "optimizer.name=muon", "optimizer.nesterov=false").identity() != muon.identity()
+    for job in (adamw, muon, load(GOOD, "optimizer.decay=wsd", "optimizer.decay_form=1-sqrt")):
+        assert load(job.to_toml()).identity() == job.identity()
