@@ -72,7 +72,7 @@ def job_of(case: dict[str, Any]) -> Job:
             recompute_every_layers=case.get("recompute_every_layers", 1),
             accumulate=case.get("accumulate", "auto"),
         ),
-        optimizer=OptimizerSection(lr=1e-3),
+        optimizer=OptimizerSection(**{"lr": 1e-3, **case.get("optimizer", {})}),
         checkpoint=CheckpointSection(every_steps=100),
     )
     arch = replace(
@@ -108,7 +108,7 @@ def real(case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
         "messages": [[*key, n] for key, n in sorted(messages.items())],
         "held": sum(s.local.nbytes for s in model.shards),
         "state": sum(v.nbytes for _, _, v in optimizer.state()),
-        "scalars": len(optimizer.state()) // 2 * 4,
+        "scalars": 4 * len(optimizer.counts()),
     }
 
 

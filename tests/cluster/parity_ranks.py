@@ -24,7 +24,7 @@ from typing import Any
 import async_order
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._inductor import config as inductor_config
 from tqdm import tqdm
 
@@ -267,7 +267,10 @@ def train(case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     weights_of = OneSided if case.get("one_sided") else NoisyWeights
     model = build(case, mesh, weights_of(arch_of(case), seed=1))
     settings = OptimizerSection(**{"lr": LR, **case.get("optimizer", {})})
-    optimizer = build_optimizer(model.shards, settings)
+    optimizer = build_optimizer(model.shards, settings, mesh)
+    if case.get("oracle"):  # torch's in its place
+        optimizer.prepares = False
+        optimizer.update = torchs_muon({s.name: s.parameter for s in model.shards}, settings)  # type: ignore[method-assign]
     gradients: list[tuple[str, Box, Tensor]] = []
     update = optimizer.update
 
@@ -323,6 +326,47 @@ def train(case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     }
 
 
+def torchs_muon(
+    whole: dict[str, nn.Parameter], settings: OptimizerSection
+) -> Callable[[float, Tensor | None], None]:
+    """An update by torch.optim.Muon, of each expert as a matrix of its own, and torch.optim.AdamW."""
+    matrices: dict[str, list[nn.Parameter]] = {}
+    plain: list[dict[str, Any]] = []
+    for name, p in whole.items():
+        if p.dim() < 2 or "embed_tokens" in name or "lm_head" in name:
+            plain.append({"params": [p], "weight_decay": settings.weight_decay if p.dim() > 1 else 0.0})
+        else:
+            matrices[name] = [p] if p.dim() == 2 else [nn.Parameter(part) for part in p.detach()]
+    muon = torch.optim.Muon(
+        [p for parts in matrices.values() for p in parts],
+        lr=settings.lr,
+        weight_decay=settings.weight_decay,
+        momentum=settings.momentum,
+        nesterov=settings.nesterov,
+        adjust_lr_fn=settings.adjust_lr,
+    )
+    adamw = torch.optim.AdamW(
+        plain, lr=settings.lr, betas=(settings.beta1, settings.beta2), eps=settings.eps, fused=True
+    )
+
+    def update(lr: float, scale: Tensor | None) -> None:
+        for name, p in whole.items():
+            assert p.grad is not None
+            if scale is not None:
+                p.grad.mul_(scale)
+            if name in matrices and p.dim() == 3:
+                for part, grad in zip(matrices[name], p.grad, strict=True):
+                    part.grad = grad
+        for optimizer, factor in ((muon, 1.0), (adamw, settings.adamw_lr_factor)):
+            for group in optimizer.param_groups:
+                group["lr"] = lr * factor
+            optimizer.step()
+        for p in whole.values():
+            p.grad = None
+
+    return update
+
+
 def _plain(items: list[tuple[str, Box, Tensor]]) -> list[tuple[str, tuple[int, ...], Tensor]]:
     return [(name, box.offsets, values) for name, box, values in items]
 
@@ -369,7 +413,8 @@ def rank_main(case: dict[str, Any], rank: int, port: int, out: Path, work: Work)
         GLOO_SOCKET_IFNAME="lo",
     )
     dist.init_process_group("gloo", timeout=TIMEOUT)
-    mesh = build_mesh(layout, torch.device("cpu"), TIMEOUT)
+    whole = case.get("optimizer", {}).get("name") == "muon"
+    mesh = build_mesh(layout, torch.device("cpu"), TIMEOUT, with_stage=whole)
     torch.save(work(case, mesh), out / f"{case['name']}.{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

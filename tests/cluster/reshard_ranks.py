@@ -25,7 +25,7 @@ from seatrial.job.schema import OptimizerSection
 from seatrial.parallel.build import ParallelModel, Settings
 from seatrial.parallel.mesh import Mesh
 from seatrial.train.checkpointing import state
-from seatrial.train.optimizer import ShardedAdamW
+from seatrial.train.optimizer import ShardedOptimizer, build_optimizer
 from seatrial.train.step import train_step
 
 
@@ -34,10 +34,10 @@ def arch_of(case: dict[str, Any]) -> Architecture:
     return replace(parity_ranks.arch_of(case), num_key_value_heads=4)
 
 
-def build(case: dict[str, Any], mesh: Mesh) -> tuple[ParallelModel, ShardedAdamW]:
+def build(case: dict[str, Any], mesh: Mesh) -> tuple[ParallelModel, ShardedOptimizer]:
     arch = arch_of(case)
     share = SEQUENCES // mesh.layout.data_parallel
-    settings = Settings(
+    parallel = Settings(
         sequence_length=LENGTH,
         microbatch=MICROBATCH,
         microbatches=share // MICROBATCH,
@@ -49,9 +49,10 @@ def build(case: dict[str, Any], mesh: Mesh) -> tuple[ParallelModel, ShardedAdamW
     )
     # Whoever loads has other weights before: what it leaves untouched shows.
     model = ParallelModel(
-        arch, mesh, settings, NoisyWeights(arch, seed=7 if case["load"] else 1), timeout=TIMEOUT
+        arch, mesh, parallel, NoisyWeights(arch, seed=7 if case["load"] else 1), timeout=TIMEOUT
     )
-    return model, ShardedAdamW(model.shards, OptimizerSection(lr=LR))
+    settings = OptimizerSection(**{"lr": LR, **case.get("optimizer", {})})
+    return model, build_optimizer(model.shards, settings, mesh)
 
 
 def move(case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
@@ -82,7 +83,12 @@ def move(case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
 
 
 def save(
-    case: dict[str, Any], mesh: Mesh, model: ParallelModel, optimizer: ShardedAdamW, folder: str, step: int
+    case: dict[str, Any],
+    mesh: Mesh,
+    model: ParallelModel,
+    optimizer: ShardedOptimizer,
+    folder: str,
+    step: int,
 ) -> None:
     manifest = Manifest(
         progress=Progress(step=step, tokens=0, next_sample=0, generation=1),

@@ -18,7 +18,7 @@ from torch import Tensor
 from conftest import run_cases
 from seatrial.base.box import Box
 from seatrial.checkpoint.read import CheckpointWeights
-from seatrial.job.optimizers import ADAMW
+from seatrial.job.optimizers import optimizer_named
 from seatrial.model.decoder import whole_shapes
 
 pytestmark = pytest.mark.cluster
@@ -36,7 +36,6 @@ OTHERS: dict[str, dict[str, Any]] = {
 TRAINED, MORE = 3, 2
 # Not the number of updates: a step that was left out makes none.
 STEP = 5
-KINDS = ("model", *ADAMW.states)
 # What the others continue from has the same bits: test_back_in_the_first_layout.
 CONTINUED = "pp2-interleaved"
 
@@ -67,6 +66,12 @@ class Moved:
 
     def __init__(self, folder: Path, model: dict[str, Any], continued: Collection[str]) -> None:
         self.folder, self.arch = folder, arch_of(model)
+        known = optimizer_named(model.get("optimizer", {}).get("name", "adamw"))
+        self.shapes = {
+            f"{kind}/{n}": s
+            for n, s in whole_shapes(self.arch).items()
+            for kind in ("model", *known.states_of(n, s))
+        }
         done = run_cases(cases(folder, model, continued), folder, timeout_s=400, script="reshard_ranks.py")
         assert done.returncode == 0, done.stderr[-4000:]
 
@@ -76,8 +81,7 @@ class Moved:
 
     def held(self, name: str) -> dict[str, Tensor]:
         """Every tensor as the ranks hold it in memory. Boxes that several hold must be alike in all of them."""
-        shapes = whole_shapes(self.arch)
-        whole = {f"{kind}/{n}": torch.full(s, torch.nan) for kind in KINDS for n, s in shapes.items()}
+        whole = {key: torch.full(s, torch.nan) for key, s in self.shapes.items()}
         ranks = self.ranks(name)
         for rank in ranks:
             for kind, n, offsets, values in rank["tensors"]:
@@ -93,9 +97,8 @@ class Moved:
         """Every tensor as its checkpoint has it."""
         checkpoint = CheckpointWeights(self.folder / name / f"step-{STEP:08d}")
         found = {
-            f"{kind}/{n}": checkpoint.read_kind(kind, n, Box.whole(shape), torch.float32)
-            for kind in KINDS
-            for n, shape in whole_shapes(self.arch).items()
+            key: checkpoint.read_kind(*key.partition("/")[::2], Box.whole(shape), torch.float32)
+            for key, shape in self.shapes.items()
         }
         found["updates"] = checkpoint.read_kind("optimizer", "updates", Box.whole((1,)), torch.float32)
         assert set(checkpoint.manifest.tensors) - {
@@ -112,6 +115,11 @@ class Moved:
         pytest.param({"tied": False}, marks=pytest.mark.long, id="untied"),
         pytest.param({"tied": True}, id="tied"),
         pytest.param({"tied": False, "family": "qwen3_moe"}, marks=pytest.mark.long, id="experts"),
+        pytest.param(
+            {"tied": False, "family": "qwen3_moe", "optimizer": {"name": "muon"}},
+            marks=pytest.mark.long,
+            id="experts-muon",
+        ),
     ],
 )
 def moved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Moved:

@@ -121,7 +121,7 @@ class TestOptimizer:
         assert validate() == 2
         said = capsys.readouterr().err
         assert (
-            'first-voyage.toml:40:8: error: optimizer.name: expected "adamw", "adamw_bf16" or "momentum"'
+            'first-voyage.toml:40:8: error: optimizer.name: expected "adamw", "adamw_bf16", "lion", "muon" or "momentum"'
             in said
         )
         assert 'hint: did you mean "momentum"?' in said

@@ -179,6 +179,18 @@ class Architecture:
         """Parameters of the experts of one layer that a token is not sent to."""
         return (self.num_experts - self.num_experts_per_tok) * self.expert_parameters
 
+    def hidden_matrices(self) -> tuple[tuple[int, int, int], ...]:
+        """(outputs, inputs, how many) of one layer's weights that are matrices: of each expert its own; without adapters."""
+        own = tuple((b, a, 1) for a, b in self.projections().values())
+        if not self.num_experts:
+            return own
+        h, width, n = self.hidden_size, self.moe_intermediate_size, self.num_experts
+        return (*own[:4], (width, h, 2 * n), (h, width, n), (n, h, 1))
+
+    def hidden_matrix_parameters(self) -> int:
+        """Parameters of all layers' matrices, idle experts included."""
+        return self.num_hidden_layers * (self.layer_parameters() - self.layer_vectors)
+
     def embedding_parameters(self) -> int:
         """Parameters of the embedding; those of the head are as many."""
         return self.vocab_size * self.hidden_size

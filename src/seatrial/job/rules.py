@@ -20,11 +20,12 @@ from seatrial.job.families import FAMILIES, family_named
 from seatrial.job.finding import Facts, RuleViolation
 from seatrial.job.huggingface import read_config
 from seatrial.job.numbers import divisors, either, near_multiples
-from seatrial.job.optimizers import optimizer_named
+from seatrial.job.optimizers import MUON, optimizer_named
 from seatrial.job.partial import UnreadableError
 from seatrial.job.resolve import SIZES
 from seatrial.job.rules_data import DATA_RULES
 from seatrial.job.rules_layout import LAYOUT_RULES
+from seatrial.job.schema import MUON_KEYS, OptimizerSection
 from seatrial.storage import is_remote, open_store
 from seatrial.storage.names import FILE
 
@@ -125,13 +126,32 @@ def _rope_scaling(facts: Facts) -> Iterator[RuleViolation]:
 
 def _update_size(facts: Facts) -> Iterator[RuleViolation]:
     optimizer = facts.job.optimizer
-    lr, decay = optimizer.lr, optimizer.weight_decay
+    lr, decay = optimizer.lr * max(1.0, optimizer.adamw_lr_factor), optimizer.weight_decay
     if lr * decay >= 1:
         yield RuleViolation(
             ("optimizer.weight_decay", "optimizer.lr"),
-            f"lr {lr:g} x weight_decay {decay:g} = {lr * decay:g} must be less than 1: it is the fraction of each weight that one "
-            "update removes",
+            f"lr {lr:g}{' (with adamw_lr_factor)' if lr > optimizer.lr else ''} x weight_decay {decay:g} = {lr * decay:g} must be less "
+            "than 1: it is the fraction of each weight that one update removes",
             "a common value is weight_decay = 0.1",
+        )
+
+
+def _muon(facts: Facts) -> Iterator[RuleViolation]:
+    optimizer = facts.job.optimizer
+    if optimizer.name != MUON.name:
+        for key in MUON_KEYS:
+            if getattr(optimizer, key) != OptimizerSection.model_fields[key].default:
+                yield RuleViolation(
+                    (f"optimizer.{key}",),
+                    f'{key} is only used with name = "muon", not "{optimizer.name}"',
+                    f'remove {key}, or set name = "muon"',
+                )
+    elif facts.job.model.lora is not None:
+        yield RuleViolation(
+            ("optimizer.name",),
+            "muon with [model.lora] is not supported in this version: it would orthogonalise A and B, not the change of the weight, "
+            "which is their product",
+            'use name = "adamw", or remove [model.lora]',
         )
 
 
@@ -257,11 +277,19 @@ def _decay(facts: Facts) -> Iterator[RuleViolation]:
     optimizer = facts.job.optimizer
     decay, decay_steps = optimizer.decay, optimizer.decay_steps
     if decay != "wsd":
-        if decay_steps is not None:
+        form = None if optimizer.decay_form == "linear" else optimizer.decay_form
+        for key, value in (("decay_steps", decay_steps), ("decay_form", form)):
+            if value is not None:
+                yield RuleViolation(
+                    (f"optimizer.{key}",),
+                    f'{key} is only used with decay = "wsd", not "{decay}"',
+                    'remove it, or set decay = "wsd"',
+                )
+        if decay == "inverse_sqrt" and not optimizer.warmup_steps:
             yield RuleViolation(
-                ("optimizer.decay_steps",),
-                f'decay_steps is only used with decay = "wsd", not "{decay}"',
-                'remove it, or set decay = "wsd"',
+                ("optimizer.decay", "optimizer.warmup_steps"),
+                "inverse_sqrt without a warm-up: its learning rate is lr x sqrt(warmup_steps / step)",
+                "give warmup_steps: after four times as many steps the learning rate is half of lr",
             )
         return
     warmup, steps = optimizer.warmup_steps, facts.job.train.steps
@@ -467,6 +495,7 @@ RULES: tuple[Rule, ...] = (
     _experts,
     _rope_scaling,
     _update_size,
+    _muon,
     _clip,
     _moments,
     _sequence_positions,

@@ -25,7 +25,7 @@ from seatrial.hardware.catalogue import find_gpu
 from seatrial.job.callbacks import CALLBACKS, METRICS
 from seatrial.job.families import FAMILIES
 from seatrial.job.lora import LORA_TARGETS, LoraTarget
-from seatrial.job.optimizers import ADAMW, OPTIMIZERS
+from seatrial.job.optimizers import ADAMW, MUON, OPTIMIZERS
 from seatrial.job.schedules import SCHEDULES
 from seatrial.job.schema_base import Section, Text
 from seatrial.job.schema_launchers import KubernetesSection, SlurmSection, SshSection
@@ -411,13 +411,16 @@ class TrainSection(Section):
         return min(available, self.validate_samples or VALIDATION_BATCHES * self.global_batch)
 
 
+MUON_KEYS = ("momentum", "nesterov", "adjust_lr", "adamw_lr_factor")  # of [optimizer]
+
+
 class OptimizerSection(Section):
     """The optimizer and its learning-rate schedule."""
 
     name: Annotated[str, NameIn(OPTIMIZERS)] = Field(
         default=ADAMW.name,
-        description="how weights are updated: adamw; adamw_bf16, with moments in bf16; or one that an installed package adds. It reads "
-        "the keys below",
+        description="how weights are updated: adamw; adamw_bf16, with moments in bf16; lion; muon, with adamw for what is no matrix of a "
+        "layer; or one that an installed package adds. It reads the keys below",
     )
     lr: Annotated[float, Field(ge=1e-12, le=1)] = Field(description="peak learning rate")
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
@@ -426,11 +429,15 @@ class OptimizerSection(Section):
     warmup_steps: CountOrNone = Field(
         default=0, description="steps over which the learning rate rises from 0 to lr"
     )
-    decay: Literal["cosine", "wsd", "constant"] = Field(
-        default="cosine", description="after the warm-up; wsd: constant, then a decay over decay_steps"
+    decay: Literal["cosine", "linear", "wsd", "inverse_sqrt", "constant"] = Field(
+        default="cosine",
+        description="after the warm-up; wsd: constant, then a decay over decay_steps; inverse_sqrt: lr x sqrt(warmup_steps / step)",
     )
     decay_steps: Count | None = Field(
         default=None, description="wsd: length of the final decay; a tenth of the steps if missing"
+    )
+    decay_form: Literal["linear", "cosine", "1-sqrt"] = Field(
+        default="linear", description="wsd: form of the final decay"
     )
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
@@ -438,15 +445,30 @@ class OptimizerSection(Section):
     weight_decay: Annotated[float, Field(ge=0, le=100)] = Field(
         default=0.1, description="decoupled, as in AdamW"
     )
+    momentum: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.95, description="muon: decay of the momentum of matrices"
+    )
+    nesterov: bool = Field(default=True, description="muon: Nesterov momentum")
+    adjust_lr: Literal["match_rms_adamw", "original"] = Field(
+        default="match_rms_adamw",
+        description="muon: factor on lr for an A x B matrix; match_rms_adamw: 0.2 sqrt(max(A, B)), so that updates are as large as "
+        "adamw's; original: sqrt(max(1, A / B))",
+    )
+    adamw_lr_factor: Annotated[float, Field(ge=1e-6, le=1000)] = Field(
+        default=1.0, description="muon: factor on lr for what adamw updates: embedding, head, norms, biases"
+    )
     clip_norm: Annotated[float, Field(ge=0, le=1_000_000)] = Field(
         default=1.0, description="largest global gradient norm; 0: no clipping"
     )
 
     @model_serializer(mode="wrap")
     def _named_if_another(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        # Runs that were made before the name existed must be able to resume, and do not report that it changed.
+        # Runs that were made before these keys existed must be able to resume, and do not report that they changed.
         values: dict[str, Any] = handler(self)
-        return {key: value for key, value in values.items() if (key, value) != ("name", ADAMW.name)}
+        without = {"name"} if self.name == ADAMW.name else set()
+        without |= set() if self.name == MUON.name else set(MUON_KEYS)
+        without |= {"decay_form"} if self.decay_form == "linear" else set()
+        return {key: value for key, value in values.items() if key not in without}
 
 
 class CheckpointSection(Section):

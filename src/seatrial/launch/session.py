@@ -244,7 +244,7 @@ def _needed_bytes(job: Job) -> int:
     here = job.checkpoint.folder is None
     arch = job.architecture
     saved = 4 * arch.parameters()  # fp32 weights and the optimizer's state
-    saved += optimizer_named(job.optimizer.name).state_bytes * arch.trained_parameters()
+    saved += optimizer_named(job.optimizer.name).bytes_of(arch)
     return _RECORDS_BYTES + here * saved
 
 

@@ -55,10 +55,10 @@ class Blocked:
     def __init__(self, clock: StageClock, mesh: Mesh) -> None:
         self._clock = clock
         groups = {
+            SHARD: [mesh.stage, mesh.shard, mesh.expert_shard],  # first: `stage` may be one of the others
             TENSOR: [mesh.tensor],
             EXPERT: [mesh.expert],
             CONTEXT: [mesh.context],
-            SHARD: [mesh.shard, mesh.expert_shard],
             REPLICATE: [mesh.replicate],
         }
         groups[PIPELINE] = [mesh.pipeline, mesh.ends]

@@ -17,6 +17,7 @@ from seatrial.base.errors import InternalError
 from seatrial.base.private import keep_compiler_private
 from seatrial.data.loader import NO_TARGET
 from seatrial.job.architecture import Architecture
+from seatrial.job.layout import Coordinates, Layout
 from seatrial.job.schema import Accumulate
 from seatrial.model.decoder import Decoder, stored_name, whole_shapes
 from seatrial.model.lora import freeze_base
@@ -257,12 +258,9 @@ class ParallelModel:
         for own_name, parameter in stage.named_parameters():
             name = stored_name(own_name, self.arch)
             copy = name != own_name
-            box = tensor_box(own_name, shapes[name], layout.tensor, mesh.at.tensor)
+            box = held_box(own_name, shapes[name], layout, mesh.at)
             local = parameter.detach()
             if isinstance(local, DTensor):
-                index = layout.expert_shard(mesh.at.shard) if of_experts(own_name) else mesh.at.shard
-                offset, size = chunk(box.sizes[0], layout.shard, index)
-                box = box.narrow(0, offset, size)
                 local = local.to_local()
             assert tuple(local.shape) == box.sizes, f"{name}: {tuple(local.shape)} is not {box}"
             whole_on_tensor = split_dimension(own_name) is None
@@ -281,6 +279,13 @@ class ParallelModel:
                 )
             )
         return out
+
+
+def held_box(name: str, whole: tuple[int, ...], layout: Layout, at: Coordinates) -> Box:
+    """The part of parameter `name` that the rank at `at` holds, if its stage has it."""
+    box = tensor_box(name, whole, layout.tensor, at.tensor)
+    index = layout.expert_shard(at.shard) if of_experts(name) else at.shard
+    return box.narrow(0, *chunk(box.sizes[0], layout.shard, index))
 
 
 def build_stage(

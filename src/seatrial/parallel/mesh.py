@@ -31,6 +31,7 @@ class Mesh:
     context: ProcessGroup | None = None  # neighbours within `shard`
     expert: ProcessGroup | None = None  # neighbours within `shard`, which hold different experts
     expert_shard: ProcessGroup | None = None  # ranks of `shard` that hold parts of the same experts
+    stage: ProcessGroup | None = None  # tensor x shard x replicate, in the order of ranks; see `build_mesh`
 
     @property
     def data_rank(self) -> int:
@@ -93,8 +94,11 @@ def _group(ranks: list[int], timeout: timedelta) -> ProcessGroup:
     return group
 
 
-def build_mesh(layout: Layout, device: torch.device, timeout: timedelta) -> Mesh:
-    """Create the groups of this rank. Call it once in every rank, after init_process_group."""
+def build_mesh(layout: Layout, device: torch.device, timeout: timedelta, *, with_stage: bool = False) -> Mesh:
+    """Create the groups of this rank. Call it once in every rank, after init_process_group.
+
+    `with_stage`: also one of all ranks with the same pipeline stages; if that is one of the others, it is not created again.
+    """
     rank = dist.get_rank()
     if dist.get_world_size() != layout.world_size:
         raise ValueError(
@@ -126,5 +130,17 @@ def build_mesh(layout: Layout, device: torch.device, timeout: timedelta) -> Mesh
     elif layout.pipeline > 2 and at.pipeline in (0, layout.pipeline - 1):
         stages = along("pipeline", layout.pipeline)
         ends = _group([stages[0], stages[-1]], timeout)
-    groups |= {"ends": ends, "context": context, "expert": expert, "expert_shard": expert_shard}
+    stage = None
+    size = layout.world_size // layout.pipeline
+    if with_stage and size > 1:
+        same = (groups[d] for d in ("tensor", "shard", "replicate") if getattr(layout, d) == size)
+        first = at.pipeline * size
+        stage = next(same, None) or _group(list(range(first, first + size)), timeout)
+    groups |= {
+        "ends": ends,
+        "context": context,
+        "expert": expert,
+        "expert_shard": expert_shard,
+        "stage": stage,
+    }
     return Mesh(layout=layout, rank=rank, at=at, device=device, **groups)

@@ -203,7 +203,7 @@ class Loop:
         with counted.during(DATA), clock.running() if clock is not None else contextlib.nullcontext():
             batch = self._batch(step)
         data_wait = time.perf_counter() - begin
-        values = local_vector(self.model, self.optimizer, batch, contribution)
+        values = local_vector(self.model, self.optimizer, batch, contribution, self._clip_norm)
         # If a peer is lost during the all-reduce, this rank can still finish the step, as others may have done.
         self.ready = step if self.applied == step - 1 else None
         with counted.during(STEP_SUM):

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from seatrial.job.optimizers import OPTIMIZERS, optimizer_named
+from seatrial.job.optimizers import ADAMW, OPTIMIZERS, optimizer_named
 from seatrial.job.schema import OptimizerSection
 from seatrial.parallel.build import Shard
+from seatrial.parallel.mesh import Mesh
 
 _STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _PART = 1 << 23  # values that an elementwise rule gets at once: its temporaries are 32 MiB each
@@ -29,10 +30,18 @@ class _Slot:
         return len(self.shard.whole) >= 2
 
 
-def build_optimizer(shards: list[Shard], settings: OptimizerSection) -> ShardedOptimizer:
-    """The optimizer that the job file names. Raises InputError if it cannot be imported."""
-    cls = OPTIMIZERS.imported(settings.name, optimizer_named(settings.name).implementation)
-    optimizer: ShardedOptimizer = cls(shards, settings)
+def build_optimizer(
+    shards: list[Shard], settings: OptimizerSection, mesh: Mesh | None = None
+) -> ShardedOptimizer:
+    """The optimizer that the job file names; only one of whole matrices (muon) needs the mesh.
+
+    Raises InputError if it cannot be imported.
+    """
+    known = optimizer_named(settings.name)
+    cls = OPTIMIZERS.imported(settings.name, known.implementation)
+    optimizer: ShardedOptimizer = (
+        cls(shards, settings) if known.matrix_states is None else cls(shards, settings, mesh)
+    )
     return optimizer
 
 
@@ -43,6 +52,8 @@ class ShardedOptimizer(ABC):
     first step.
     """
 
+    prepares = False  # whether `prepare` is needed
+
     def __init__(self, shards: list[Shard], settings: OptimizerSection) -> None:
         # State is created now, not in the first step, so that a checkpoint can be read straight into it.
         known = optimizer_named(settings.name)
@@ -51,7 +62,7 @@ class ShardedOptimizer(ABC):
             _Slot(
                 s,
                 nn.Parameter(s.local),
-                {name: torch.zeros_like(s.local, dtype=dtype) for name in known.states},
+                {key: torch.zeros_like(s.local, dtype=dtype) for key in known.states_of(s.name, s.whole)},
             )
             for s in shards
             if s.local.numel() and s.trained
@@ -94,6 +105,12 @@ class ShardedOptimizer(ABC):
             total += norm.float() ** 2 / holders
         return total
 
+    def prepare(self, scale: Tensor | None) -> None:  # noqa: B027  most need nothing
+        """Do what `update` needs other ranks for, with the final gradients times `scale`; changes no state.
+
+        Before the step's sum: once that has succeeded in one rank, every rank can make the update alone.
+        """
+
     def refuse_if(self, bad: Tensor) -> None:
         """If the scalar `bad` is not zero, this update and all later ones are no-ops until `allow`."""
         self._refused.copy_(torch.maximum(self._refused, (bad != 0).to(self._refused)))
@@ -129,8 +146,9 @@ class ShardedAdamW(ShardedOptimizer):
 
     def __init__(self, shards: list[Shard], settings: OptimizerSection) -> None:
         super().__init__(shards, settings)
-        decayed = [s.parameter for s in self._slots if s.decays]
-        plain = [s.parameter for s in self._slots if not s.decays]
+        own = [s for s in self._slots if s.state.keys() == set(ADAMW.states)]
+        decayed = [s.parameter for s in own if s.decays]
+        plain = [s.parameter for s in own if not s.decays]
         groups = [{"params": decayed, "weight_decay": settings.weight_decay}]
         groups.append({"params": plain, "weight_decay": 0.0})
         self._adamw = torch.optim.AdamW(
@@ -140,14 +158,14 @@ class ShardedAdamW(ShardedOptimizer):
             eps=settings.eps,
             fused=True,
         )
-        for slot in self._slots:
+        for slot in own:
             count = torch.zeros((), dtype=torch.float32, device=slot.parameter.device)
             self._adamw.state[slot.parameter] = {"step": count, **slot.state}
         # torch's fused AdamW leaves weights, moments and step counters unchanged where this is 1, without a host sync.
         self._adamw.found_inf = self._refused  # type: ignore[attr-defined]  # what torch.amp.GradScaler sets
 
     def counts(self) -> list[Tensor]:
-        return [self._adamw.state[slot.parameter]["step"] for slot in self._slots]
+        return [state["step"] for state in self._adamw.state.values()]
 
     def _apply(self, lr: float) -> None:
         for group in self._adamw.param_groups:
@@ -224,3 +242,22 @@ class Bf16AdamW(ElementwiseOptimizer):
         scale = square.div(1 - beta2**count).sqrt_().add_(self.settings.eps)
         step = mean.div(scale).mul_(lr / (1 - beta1**count))
         return torch.sub(values * (1 - lr * decay), step), {"exp_avg": mean, "exp_avg_sq": square}
+
+
+class Lion(ElementwiseOptimizer):
+    """Lion (arXiv:2302.06675, algorithm 2): the sign of a mean of gradient and momentum."""
+
+    def rule(
+        self,
+        values: Tensor,
+        gradient: Tensor,
+        state: Mapping[str, Tensor],
+        *,
+        lr: float,
+        decay: float,
+        count: Tensor,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        mean = state["exp_avg"]
+        direction = mean.lerp(gradient, 1 - self.settings.beta1).sign_()
+        new = torch.add(values * (1 - lr * decay), direction, alpha=-lr)
+        return new, {"exp_avg": mean.lerp(gradient, 1 - self.settings.beta2)}

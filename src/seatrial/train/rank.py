@@ -32,6 +32,7 @@ from seatrial.data.prepare import (
 from seatrial.hardware import accelerator
 from seatrial.job import Job, load_job
 from seatrial.job.families import family_named
+from seatrial.job.optimizers import optimizer_named
 from seatrial.model.hf import HuggingFaceWeights
 from seatrial.model.initialise import FreshAdapters, RandomWeights
 from seatrial.model.source import WeightSource
@@ -130,7 +131,7 @@ def build(
     """Build the model of `job` with the weights of `source`, and its optimizer; `masked` as of the `BatchLoader`."""
     settings = replace(settings_of(job), masked=masked)
     model = ParallelModel(job.architecture, mesh, settings, source, timeout=timeout_of(job))
-    return model, build_optimizer(model.shards, job.optimizer)
+    return model, build_optimizer(model.shards, job.optimizer, mesh)
 
 
 def build_first(
@@ -209,7 +210,8 @@ def init_distributed(job: Job, environment: RankEnvironment, store: Store | None
     timeout = timeout_of(job)
     if job.train.deterministic and environment.device != "cpu":
         accelerator.make_deterministic()
-    mesh = build_mesh(job.layout, join(environment, timeout, store), timeout)
+    whole = optimizer_named(job.optimizer.name).matrix_states is not None
+    mesh = build_mesh(job.layout, join(environment, timeout, store), timeout, with_stage=whole)
     torch.manual_seed(job.train.seed + mesh.rank)
     return mesh
 

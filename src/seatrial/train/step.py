@@ -13,7 +13,7 @@ from torch import Tensor
 from seatrial.hardware import accelerator
 from seatrial.parallel.build import ParallelModel
 from seatrial.record.messages import Leaving
-from seatrial.record.stages import OPTIMIZER
+from seatrial.record.stages import OPTIMIZER, STEP_SUM
 from seatrial.train.meter import OwnWorkTimer
 from seatrial.train.optimizer import ShardedOptimizer
 
@@ -175,9 +175,11 @@ def local_vector(
     optimizer: ShardedOptimizer,
     batch: tuple[Tensor, Tensor, Tensor | None],
     own: Contribution,
+    clip_norm: float | None,
 ) -> Tensor:
     """Run forward and backward over this rank's sequences; return its share of the vector. Gradients are then final.
 
+    What an update communicates (`optimizer.prepare`) is done too: what follows the sum of the vector needs no other rank.
     `batch`: ids, targets and document numbers, see `data.loader.Batch`.
     """
     mesh = model.mesh
@@ -187,6 +189,13 @@ def local_vector(
         # Replicas have the same gradients: the sum over all ranks would count them more than once.
         norm_squared = optimizer.squared_norm() / mesh.layout.replicate
         changed = own.changed()
+    if optimizer.prepares:
+        norm = norm_squared.double()
+        if clip_norm is not None:
+            with model.clock.during(STEP_SUM):
+                mesh.sum_over_ranks(norm)
+        with model.clock.during(OPTIMIZER):
+            optimizer.prepare(clip_factor(norm, clip_norm))
 
     def index(block: int) -> int:
         return _HEAD + block * world + mesh.rank
@@ -223,11 +232,14 @@ def update(
     `optimizer.allow`.
     """
     optimizer.refuse_if(~torch.isfinite(loss + norm_squared))
-    scale = None
-    if clip_norm is not None:
-        norm = norm_squared.sqrt()
-        scale = (clip_norm / (norm + 1e-6)).clamp(max=1.0).float()
-    optimizer.update(lr, scale)
+    optimizer.update(lr, clip_factor(norm_squared, clip_norm))
+
+
+def clip_factor(norm_squared: Tensor, clip_norm: float | None) -> Tensor | None:
+    """The factor, fp32, on gradients whose squared norm is this; None: no clipping."""
+    if clip_norm is None:
+        return None
+    return (clip_norm / (norm_squared.sqrt() + 1e-6)).clamp(max=1.0).float()
 
 
 def train_step(
@@ -245,7 +257,7 @@ def train_step(
     The gradient norm is that of the whole model over the whole global batch, before clipping. One all-reduce carries
     all values that ranks exchange.
     """
-    values = local_vector(model, optimizer, (ids_BT, target_BT, document_BT), Contribution())
+    values = local_vector(model, optimizer, (ids_BT, target_BT, document_BT), Contribution(), clip_norm)
     model.mesh.sum_over_ranks(values)
     update(optimizer, values[_LOSS], values[_NORM], lr=lr, clip_norm=clip_norm)
     return StepResult(values, model.mesh.device)

@@ -47,7 +47,7 @@ def test_byte_order_mark_and_windows_lines_are_read(tmp_path: Path) -> None:
         ("lr = 3e-3", "lr = inf", (24, 6), "optimizer.lr: expected a finite number, found inf", None),
         ("lr = 3e-3", "lr = nan", (24, 6), "optimizer.lr: expected a finite number, found nan", None),
         ("lr = 3e-3", "lr = 3e-3\nbeta1 = 1.0", (25, 9), "optimizer.beta1 must be less than 1, not 1.0", None),
-        ("lr = 3e-3", "lr = 3e-3\ndecay = 'wsf'", (25, 9), 'optimizer.decay: expected "cosine", "wsd" or "constant", found the string "wsf"', 'did you mean "wsd"?'),
+        ("lr = 3e-3", "lr = 3e-3\ndecay = 'wsf'", (25, 9), 'optimizer.decay: expected "cosine", "linear", "wsd", "inverse_sqrt" or "constant", found the string "wsf"', 'did you mean "wsd"?'),
         ("lr = 3e-3\n", "", (23, 2), "[optimizer] is missing the key `lr`", "add it below the section's header: lr = 3e-4"),
         ('name = "trial"', 'name = "../up"', (1, 8), 'name: "../up" is not a valid name for a run folder', None),
         ('name = "trial"', "name = 3", (1, 8), "name: expected a string, found the integer 3", 'put it in quotes: "3"'),

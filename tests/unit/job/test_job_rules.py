@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from jobs import GOOD, load, only_problem, problems
 
-from seatrial.job.schema import JobFile
+from seatrial.job.schema import MUON_KEYS, JobFile
 
 
 @pytest.mark.parametrize(
@@ -82,6 +82,13 @@ from seatrial.job.schema import JobFile
         (('model.lora={rank=4, alpha=8, targets=["q_proj", "q_proj"]}',), '--set model.lora={rank=4, alpha=8, targets=["q_proj", "q_proj"]}', "targets has q_proj twice", None),
         (("optimizer.lr=0.5", "optimizer.weight_decay=2.0"), "--set optimizer.weight_decay=2.0", "lr 0.5 x weight_decay 2 = 1", "optimizer.weight_decay=1.9"),
         (("optimizer.name=adamw_bf16", "optimizer.beta2=0.999"), "--set optimizer.beta2=0.999", "beta2 0.999 is too close to 1 for adamw_bf16", "optimizer.beta2=0.99"),
+        (("optimizer.momentum=0.9",), "--set optimizer.momentum=0.9", 'momentum is only used with name = "muon", not "adamw"', "optimizer.name=muon"),
+        (("optimizer.nesterov=false", "optimizer.name=lion"), "--set optimizer.nesterov=false", 'nesterov is only used with name = "muon", not "lion"', "optimizer.name=muon"),
+        (("optimizer.adjust_lr=original",), "--set optimizer.adjust_lr=original", "adjust_lr is only used", "optimizer.name=muon"),
+        (("optimizer.name=muon", "model.lora.rank=4", "model.lora.alpha=16"), "--set optimizer.name=muon", "muon with [model.lora] is not supported", "optimizer.name=adamw"),
+        (("optimizer.name=muon", "optimizer.lr=0.02", "optimizer.adamw_lr_factor=500.0"), "--set optimizer.lr=0.02", "lr 10 (with adamw_lr_factor) x weight_decay 0.1 = 1", "optimizer.adamw_lr_factor=0.5"),
+        (("optimizer.decay_form=1-sqrt",), "--set optimizer.decay_form=1-sqrt", 'decay_form is only used with decay = "wsd", not "cosine"', "optimizer.decay=wsd"),
+        (("optimizer.decay=inverse_sqrt", "optimizer.warmup_steps=0"), "--set optimizer.decay=inverse_sqrt", "inverse_sqrt without a warm-up", "optimizer.warmup_steps=5"),
         (("optimizer.clip_norm=1e-30",), "--set optimizer.clip_norm=1e-30", "clip_norm 1e-30 is too small", "optimizer.clip_norm=0"),
         (("model.qk_norm=true",), "--set model.qk_norm=true", 'qk_norm = true with family "qwen2"', "model.qk_norm=false"),
     ],
@@ -406,3 +413,13 @@ def test_experts_belong_to_a_family_that_has_them() -> None:
     assert 'num_experts with family "qwen2": its models have no experts' in found.message
     missing = only_problem("model.family=qwen3_moe")
     assert "missing in [model]: num_experts, num_experts_per_tok, moe_intermediate_size" in missing.message
+
+
+def test_later_keys_of_the_optimizer_leave_older_runs_as_they_were() -> None:
+    later = {f"optimizer.{key}" for key in ("name", "decay_form", *MUON_KEYS)}
+    adamw, muon = load(GOOD), load(GOOD, "optimizer.name=muon")
+    assert not later & adamw.identity().keys()
+    assert later - {"optimizer.decay_form"} <= muon.identity().keys()
+    assert load(GOOD, "optimizer.name=muon", "optimizer.nesterov=false").identity() != muon.identity()
+    for job in (adamw, muon, load(GOOD, "optimizer.decay=wsd", "optimizer.decay_form=1-sqrt")):
+        assert load(job.to_toml()).identity() == job.identity()

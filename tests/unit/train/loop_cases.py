@@ -20,7 +20,7 @@ from seatrial.parallel.mesh import Mesh
 from seatrial.record.folder import RunFolder
 from seatrial.record.messages import Leaving
 from seatrial.train.loop import Loop
-from seatrial.train.optimizer import ShardedAdamW
+from seatrial.train.optimizer import ShardedOptimizer, build_optimizer
 from seatrial.train.records import into_file
 from seatrial.train.validation import ValidationSet
 
@@ -94,7 +94,7 @@ class Watcher:
 
 
 @torch.no_grad()
-def tensors(model: ParallelModel, optimizer: ShardedAdamW) -> list[Tensor]:
+def tensors(model: ParallelModel, optimizer: ShardedOptimizer) -> list[Tensor]:
     """Everything that must be equal to the last bit."""
     own = [s.local for s in model.shards] + [values for _, _, values in optimizer.state()]
     return own + optimizer.counts()
@@ -103,7 +103,7 @@ def tensors(model: ParallelModel, optimizer: ShardedAdamW) -> list[Tensor]:
 class Copies:
     """Snapshots that hold on to clones, and the way back to the newest."""
 
-    def __init__(self, model: ParallelModel, optimizer: ShardedAdamW, every: int = 3) -> None:
+    def __init__(self, model: ParallelModel, optimizer: ShardedOptimizer, every: int = 3) -> None:
         self.model, self.optimizer, self.every = model, optimizer, every
         self.busy = False
         self.taken: dict[int, list[Tensor]] = {}
@@ -140,7 +140,7 @@ class Run:
         *overrides: str,
         watched: bool = True,
         copies: bool = False,
-        keeping: Callable[[ParallelModel, ShardedAdamW], Any] = Copies,
+        keeping: Callable[[ParallelModel, ShardedOptimizer], Any] = Copies,
         late: bool = False,
         validates: bool = False,
         generation: int = 1,
@@ -156,7 +156,7 @@ class Run:
         job = make_job(root, *overrides)
         settings = replace(SETTINGS, microbatches=job.microbatches)
         self.model = ParallelModel(ARCH, place, settings, RandomWeights(ARCH, 0))
-        self.optimizer = ShardedAdamW(self.model.shards, job.optimizer)
+        self.optimizer = build_optimizer(self.model.shards, job.optimizer, place)
         self.watcher = Watcher(leave or {})
         self.copies = keeping(self.model, self.optimizer)
         batches = Batches()

@@ -21,7 +21,7 @@ from seatrial.train.accounting import Accounting
 @pytest.fixture
 def accounting(tmp_path: Path) -> Accounting:
     device = torch.device("cpu")
-    names = ("tensor", "context", "expert", "shard", "expert_shard", "replicate", "pipeline", "ends")
+    names = ("tensor", "context", "expert", "shard", "expert_shard", "replicate", "pipeline", "ends", "stage")
     mesh = SimpleNamespace(rank=0, layout=Layout(), device=device, **dict.fromkeys(names))
     settings = SimpleNamespace(compile=False, async_tensor=False)
     model: Any = SimpleNamespace(mesh=mesh, clock=StageClock(device), settings=settings)

@@ -67,11 +67,14 @@ def test_supervision_does_not_change_training(tmp_path: Path, good: Run, late: b
 # -- numbers that are not finite
 
 
-@pytest.mark.parametrize("clip", ["1.0", "0"])
-def test_a_transient_fault_is_redone_bit_identically(tmp_path: Path, late: bool, clip: str) -> None:
-    good = Run(tmp_path / "good", f"optimizer.clip_norm={clip}", watched=False)
+UPDATES = ["optimizer.clip_norm=1.0", "optimizer.clip_norm=0", "optimizer.name=muon", "optimizer.name=lion"]
+
+
+@pytest.mark.parametrize("how", UPDATES)
+def test_a_transient_fault_is_redone_bit_identically(tmp_path: Path, late: bool, how: str) -> None:
+    good = Run(tmp_path / "good", how, watched=False)
     good.loop.run(1)
-    run = Run(tmp_path / "bad", f"optimizer.clip_norm={clip}", copies=True, late=late)
+    run = Run(tmp_path / "bad", how, copies=True, late=late)
     run.spoil(4)
     assert run.loop.run(1) == "done"
     assert same(run.state(), good.state())
@@ -291,26 +294,36 @@ class PeerGone(Exception):
     pass
 
 
-def break_exchange(run: Run, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+def break_exchange(run: Run, monkeypatch: pytest.MonkeyPatch, step: int, *, dimensions: int = 1) -> None:
+    """Lose the peers in the sum of the vector of `step`, or of the norm, a scalar."""
     whole = run.model.mesh.sum_over_ranks
 
     def sum_over_ranks(self: object, summed: Tensor) -> Tensor:
-        if run.passes and run.passes[-1] == step:
+        if run.passes and run.passes[-1] == step and summed.dim() == dimensions:
             raise PeerGone
         return whole(summed)
 
     monkeypatch.setattr(type(run.model.mesh), "sum_over_ranks", sum_over_ranks)
 
 
-@pytest.mark.parametrize("clip", ["1.0", "0"])
-def test_apply_ready_makes_the_same_update(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clip: str
+def test_muon_needs_no_peer_after_the_sum_and_all_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = Run(tmp_path / "other", f"optimizer.clip_norm={clip}", leave={5: "yielded"})
+    """The gradient norm is summed first, for clipping: a rank that has lost its peers then has the step before."""
+    run = Run(tmp_path / "run", "optimizer.name=muon")
+    break_exchange(run, monkeypatch, 5, dimensions=0)
+    with pytest.raises(PeerGone):
+        run.loop.run(1)
+    assert (run.loop.applied, run.loop.ready) == (4, None)
+
+
+@pytest.mark.parametrize("how", UPDATES)
+def test_apply_ready_makes_the_same_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    other = Run(tmp_path / "other", how, leave={5: "yielded"})
     other.loop.run(1)
     assert other.loop.known is not None
     assert (other.loop.applied, other.loop.ready, other.loop.known.step) == (5, None, 5)
-    run = Run(tmp_path / "run", f"optimizer.clip_norm={clip}")
+    run = Run(tmp_path / "run", how)
     break_exchange(run, monkeypatch, 5)
     with pytest.raises(PeerGone):
         run.loop.run(1)

@@ -12,7 +12,7 @@ from seatrial.base.box import Box
 from seatrial.job.schema import OptimizerSection
 from seatrial.parallel.build import Shard
 from seatrial.train import optimizer as optimizers
-from seatrial.train.optimizer import Bf16AdamW, ShardedAdamW, ShardedOptimizer
+from seatrial.train.optimizer import Bf16AdamW, Lion, ShardedAdamW, ShardedOptimizer
 
 SETTINGS = OptimizerSection(lr=1e-2, weight_decay=0.1)
 
@@ -88,6 +88,29 @@ def test_bf16_moments_match_torch_adamw_with_rounded_moments(
     assert not torch.equal(ours[0], make()[0])
 
 
+LION = OptimizerSection(name="lion", lr=1e-2, weight_decay=0.1, beta2=0.99)
+
+
+def test_lion_is_the_papers() -> None:
+    """Algorithm 2 of arXiv:2302.06675, in fp64."""
+    ours, theirs = make(), [p.detach().double() for p in make()]
+    sharded = Lion([shard("w", ours[0]), shard("norm", ours[1])], LION)
+    momenta = [torch.zeros_like(p) for p in theirs]
+    for step in range(6):
+        for i, (p, g) in enumerate(zip(ours, gradients(step), strict=True)):
+            p.grad = g.clone()
+            decay = 0.1 if p.dim() == 2 else 0.0
+            direction = torch.sign(0.9 * momenta[i] + 0.1 * g.double())
+            theirs[i] -= 1e-2 * (direction + decay * theirs[i])
+            momenta[i] = 0.99 * momenta[i] + 0.01 * g.double()
+        sharded.update(1e-2, None)
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p.detach().double(), q, rtol=1e-6, atol=1e-6)
+    for (kind, _, values), momentum in zip(sharded.state(), momenta, strict=True):
+        assert kind == "exp_avg"
+        torch.testing.assert_close(values.double(), momentum, rtol=1e-6, atol=1e-6)
+
+
 def test_replicated_parameters_count_once_in_the_norm() -> None:
     a, b = make()
     a.grad, b.grad = torch.ones(6, 5), torch.ones(5)
@@ -145,7 +168,7 @@ def test_a_rank_with_an_empty_shard() -> None:
 
 
 @pytest.mark.parametrize("scale", [None, float("nan"), 0.0])
-@pytest.mark.parametrize(("kind", "settings"), [(ShardedAdamW, SETTINGS), (Bf16AdamW, BF16)])
+@pytest.mark.parametrize(("kind", "settings"), [(ShardedAdamW, SETTINGS), (Bf16AdamW, BF16), (Lion, LION)])
 def test_refused_updates_change_no_bit_until_allow(
     kind: type[ShardedOptimizer], settings: OptimizerSection, scale: float | None
 ) -> None:

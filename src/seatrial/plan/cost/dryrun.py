@@ -10,6 +10,7 @@ torch runs in separate processes (`seatrial.train.dryrun.process`); nothing here
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import tempfile
@@ -22,6 +23,7 @@ from seatrial.base.errors import InputError, InternalError, RunFailed, address_l
 from seatrial.base.process import python
 from seatrial.job.job import Job
 from seatrial.job.layout import Coordinates
+from seatrial.job.optimizers import optimizer_named
 from seatrial.plan.cost.dryrun_extrapolate import Grid, extrapolate, extrapolate_peak, grid
 
 Device = Literal["cuda", "cpu"]
@@ -34,8 +36,8 @@ class Traffic:
     """All collectives of one kind over one dimension, in one step of one rank."""
 
     kind: str  # all-gather, reduce-scatter, all-reduce, all-to-all, send, receive, broadcast
-    # tensor, pipeline, context, expert, shard, replicate, ends (of the pipeline: a tied embedding), world,
-    # expert_shard (the ranks of `shard` with the same experts)
+    # tensor, pipeline, context, expert, shard, replicate, ends (of the pipeline: a tied embedding), stage (all ranks of a
+    # pipeline stage), world, expert_shard (the ranks of `shard` with the same experts)
     dimension: str
     dtype: str
     ranks: int  # participating
@@ -131,6 +133,9 @@ def dry_run(
     if wrong:
         raise InputError(f"there is no rank {wrong[0]}: the layout has ranks 0 to {world - 1}")
     period = job.train.recompute_every_layers
+    if optimizer_named(job.optimizer.name).matrix_states is not None:
+        # A rank orthogonalises each n-th matrix: only every n more layers add the same to it.
+        period = math.lcm(period, world // job.layout.pipeline)
     at = grid(job.layout, job.architecture.num_hidden_layers, job.microbatches, period, whole=whole)
     traces = [[rank, *point] for rank in wanted for point in at.points]
     workers = max(1, min(processes or os.cpu_count() or 1, len(traces)))
@@ -239,14 +244,15 @@ def _traffic(job: Job, at: Grid, traces: list[dict[str, Any]]) -> tuple[Traffic,
             calls[-1][key] = calls[-1].get(key, 0) + n
             payload[-1][key] = payload[-1].get(key, 0) + n * n_bytes
     all_calls, all_payload = extrapolate(at, calls), extrapolate(at, payload)
-    sizes = {"world": job.layout.world_size, "ends": 2}
-    sizes["expert_shard"] = job.layout.shard // job.layout.expert
+    layout = job.layout
+    sizes = {"world": layout.world_size, "ends": 2, "stage": layout.world_size // layout.pipeline}
+    sizes["expert_shard"] = layout.shard // layout.expert
     return tuple(
         Traffic(
             kind,
             dimension,
             dtype,
-            ranks=sizes.get(dimension) or getattr(job.layout, dimension),
+            ranks=sizes.get(dimension) or getattr(layout, dimension),
             calls=all_calls[kind, dimension, dtype],
             payload_bytes=all_payload[kind, dimension, dtype],
         )

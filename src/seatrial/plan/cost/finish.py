@@ -87,8 +87,8 @@ def finish(
     """
     if steps < 1 or storage_gb_s <= 0:
         raise ValueError(f"no run of {steps} steps with storage of {storage_gb_s} GB/s")
-    saved = 4 + optimizer_named(recipe.optimizer).state_bytes  # fp32 weights and state, each once
-    size = float(saved * model.parameters())
+    # fp32 weights and state, each once
+    size = float(4 * model.parameters() + optimizer_named(recipe.optimizer).bytes_of(model))
     # Every shard is saved by one rank: replicas save nothing.
     stall = size / (recipe.world / recipe.layout.replicate) / (HOST_GB_S * 1e9)
     write = size / (storage_gb_s * 1e9)

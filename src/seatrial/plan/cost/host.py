@@ -29,7 +29,7 @@ from seatrial.job.job import Job
 from seatrial.job.models import model_presets
 from seatrial.job.rules import check
 from seatrial.job.settled import settled
-from seatrial.plan.cost.memory import memory, rank_memory, rank_parameters, trained_parameters
+from seatrial.plan.cost.memory import memory, optimizer_bytes, rank_memory, rank_parameters
 from seatrial.plan.cost.predict import stack_for
 from seatrial.plan.model.recipe import Recipe
 
@@ -84,7 +84,7 @@ def host_need(job: Job, device: Device) -> HostNeed:
     # Ranks of one pipeline stage need the same; on other launchers assume a node with ranks of the heaviest stage only.
     for stage in range(layout.pipeline):
         own = stack.state_bytes[0] * rank_parameters(model, recipe, stage)
-        own += stack.state_bytes[2] * trained_parameters(model, recipe, stage)
+        own += optimizer_bytes(model, recipe, stack, stage)
         own /= recipe.shard_ranks
         here_of_it = layout.world_size // layout.pipeline if here else cluster.gpus_per_node
         saving = here_of_it // layout.replicate if here else here_of_it

@@ -24,6 +24,7 @@ from seatrial.job.architecture import Architecture
 from seatrial.job.layout import Layout
 from seatrial.job.loss_rows import loss_rows
 from seatrial.job.schedules import schedule_named
+from seatrial.plan.cost import muon
 from seatrial.plan.cost.overlap import OURS, reorders
 from seatrial.plan.cost.stacks import Stack
 from seatrial.plan.cost.unshard import ACTIVE_STAGES
@@ -137,6 +138,14 @@ def trained_parameters(model: Architecture, recipe: Recipe, rank: int) -> float:
     return layers * model.adapter_parameters(recipe.layout.tensor)
 
 
+def optimizer_bytes(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> float:
+    """Bytes of optimizer state of a pipeline rank on one tensor-parallel rank, before data parallel shards it."""
+    state = float(stack.state_bytes[2] * trained_parameters(model, recipe, rank))
+    if stack.matrix_saving:
+        state -= stack.matrix_saving * muon.matrix_parameters(model, recipe, rank)
+    return state
+
+
 def root_parameters(model: Architecture, recipe: Recipe, rank: int) -> float:
     """As `rank_parameters`, without those of layers: embeddings, last norm, head."""
     layers = sum(recipe.layout.rank_layers(rank, model.num_hidden_layers))
@@ -161,6 +170,8 @@ def rank_memory(model: Architecture, recipe: Recipe, stack: Stack, rank: int) ->
     ends = (0, recipe.layout.pipeline - 1) if stack.name in OURS else (0,)
     if rank in ends and recipe.layout.pipeline > 1 and recipe.accumulate == "sharded" and model.lora is None:
         points.append(_embedding(base, model, recipe, rank))
+    if stack.matrix_saving:  # while an update is prepared
+        points.append(_with(end, activations=muon.temporary_bytes(model, recipe, rank)))
     if model.lora is not None and base.gathered:
         points.append(_root_gathered(base, model, recipe, rank))
     highest = max(points, key=lambda m: m.allocated)
@@ -281,18 +292,18 @@ def _base(model: Architecture, recipe: Recipe, stack: Stack, rank: int, n: float
 
     States, buffers, accumulated gradients under full sharding; weights gathered in a pass; activations in flight.
     """
-    weight, gradient, state = stack.state_bytes
-    trained = trained_parameters(model, recipe, rank)
+    weight, gradient, _ = stack.state_bytes
+    trained, optimizer = trained_parameters(model, recipe, rank), optimizer_bytes(model, recipe, stack, rank)
     unsharded = 0.0
     if recipe.sharding == "full":
-        parameters, optimizer = weight * n / recipe.shard_ranks, state * trained / recipe.shard_ranks
+        parameters, optimizer = weight * n / recipe.shard_ranks, optimizer / recipe.shard_ranks
         gradients = gradient * trained / recipe.shard_ranks if recipe.microbatches > 1 else 0.0
         if not _reduces_at_once(recipe, stack):
             layers = sum(recipe.layout.rank_layers(rank, model.num_hidden_layers))
             unsharded = 4 * (trained - experts_elsewhere(model, recipe, layers)) - gradients
     else:
         parameters = float(weight * n)
-        gradients, optimizer = float(gradient * trained), float(state * trained)
+        gradients = float(gradient * trained)
         if recipe.sharding in ("optimizer", "gradients"):
             optimizer /= recipe.shard_ranks
         if recipe.sharding == "gradients":
@@ -315,6 +326,9 @@ def _runtime(recipe: Recipe, stack: Stack) -> float:
         full = recipe.sharding == "full"
         groups += (recipe.shard_ranks if full else recipe.context * layout.data_parallel) > 1
         groups += full and layout.replicate > 1
+        # Muon's, unless it is one of the others.
+        sizes = (layout.tensor, recipe.shard_ranks, layout.replicate)
+        groups += stack.matrix_saving > 0 and sum(size > 1 for size in sizes) > 1
     held: float = stack.context_gib * GIB + groups * GROUP_BYTES
     return held
 

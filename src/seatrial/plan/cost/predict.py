@@ -86,7 +86,12 @@ def _stack(name: str, optimizer: str, sharded: bool) -> Stack:
     more = known.state_bytes - ADAMW.state_bytes
     weights, gradients, states = stack.state_bytes
     traffic = stack.optimizer + 2 * more + known.unfused_bytes
-    return replace(stack, state_bytes=(weights, gradients, states + more), optimizer=traffic)
+    return replace(
+        stack,
+        state_bytes=(weights, gradients, states + more),
+        optimizer=traffic,
+        matrix_saving=known.matrix_saving,
+    )
 
 
 def predict(

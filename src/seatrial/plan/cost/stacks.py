@@ -41,6 +41,9 @@ class Stack:
     bucket_bytes: float = 0.0
     groups: int = 0
     context_parallel: bool = False
+    matrix_saving: int = (
+        0  # not in stacks.toml: bytes of optimizer state less for a parameter of a matrix (muon)
+    )
 
     def reduces_once(self, recipe: Recipe) -> bool:
         """Whether full sharding reduces gradients in the last microbatch only; torch's pipeline always does."""

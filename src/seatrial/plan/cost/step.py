@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 
 from seatrial.job.architecture import Architecture
 from seatrial.job.schedules import Times, schedule_named
+from seatrial.plan.cost import muon
 from seatrial.plan.cost.calibration import UNIT_FACTORS, Factors
 from seatrial.plan.cost.collectives import Fabric
 from seatrial.plan.cost.kernels import MEMORY_SHARE
@@ -318,11 +319,15 @@ def data_once(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Stack,
 
 
 def _optimizer(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Stack) -> float:
-    """Seconds of the optimizer update and the gradient norm, both memory-bound."""
-    n = max(rank_parameters(model, recipe, r) for r in representative_ranks(recipe.layout))
+    """Seconds of the optimizer update and the gradient norm, both memory-bound; of Muon also what precedes its update."""
+    ranks = representative_ranks(recipe.layout)
+    n = max(rank_parameters(model, recipe, r) for r in ranks)
     if recipe.sharding != "none":
         n /= recipe.shard_ranks
-    return stack.optimizer * n / (fabric.cluster.gpu.hbm_tb_s * 1e12 * MEMORY_SHARE)
+    seconds = stack.optimizer * n / (fabric.cluster.gpu.hbm_tb_s * 1e12 * MEMORY_SHARE)
+    if stack.matrix_saving:
+        seconds += max(muon.seconds(model, recipe, fabric, r) for r in ranks)
+    return seconds
 
 
 def traffic(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Stack) -> Traffic:
@@ -401,17 +406,25 @@ def rank_traffic(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Sta
         spread = 0.0 if r.sharding == "none" else width
         data = (2 if whole else 1) * stack.gradient_bytes * trained + spread * mine
         data *= (ranks - 1) / ranks
+    in_tensor = exchanged = 0.0
+    if stack.matrix_saving:  # over tensor x shard x replicate
+        exchanged = muon.sent_bytes(model, r, rank)
+        if n == muon.stage_ranks(r):
+            in_tensor, exchanged = exchanged, 0.0
     at = shard_group(r, fabric) if r.sharding == "full" else data_group(r, fabric)
     within = group(fabric.cluster, stride=n, size=r.context)
     same = group(fabric.cluster, stride=n * layout.expert, size=r.shard_ranks // layout.expert)
     leaving = Sent(
-        _ring_leaves(tensor, tensor_group(r, fabric)),
+        _ring_leaves(tensor, tensor_group(r, fabric)) + in_tensor * muon.leaving(r, fabric),
         _ring_leaves(context, within),
         _all_to_all_leaves(expert, group(fabric.cluster, stride=n, size=layout.expert)),
         message * crossing + (tied if fabric.cluster.several_domains else 0.0),
-        _ring_leaves(data, at) + _ring_leaves(apart, same) + _ring_leaves(copies, replicate_group(r, fabric)),
+        _ring_leaves(data, at)
+        + _ring_leaves(apart, same)
+        + _ring_leaves(copies, replicate_group(r, fabric))
+        + exchanged * muon.leaving(r, fabric),
     )
-    return Traffic(tensor, context, expert, pipe, data + apart + copies, leaving)
+    return Traffic(tensor + in_tensor, context, expert, pipe, data + apart + copies + exchanged, leaving)
 
 
 def _exchanged(model: Architecture, recipe: Recipe, rank: int) -> float:

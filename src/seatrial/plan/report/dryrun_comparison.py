@@ -11,6 +11,7 @@ from seatrial.job.job import Job
 from seatrial.job.layout import Coordinates
 from seatrial.job.schema import ParallelSection
 from seatrial.job.settled import settled
+from seatrial.plan.cost import muon
 from seatrial.plan.cost.collectives import Fabric
 from seatrial.plan.cost.dryrun import Device, RankStep, dry_run
 from seatrial.plan.cost.memory import rank_memory, representative_ranks
@@ -107,7 +108,10 @@ def _pairs(model: Architecture, recipe: Recipe, shape: Cluster, step: RankStep) 
     ours = stack_for(recipe)
     held = rank_memory(model, recipe, ours, step.at.pipeline)
     sent = rank_traffic(model, recipe, Fabric.of(shape, recipe), ours, step.at.pipeline)
-    data = sum(step.sent_bytes(d) for d in ("shard", "expert_shard", "replicate"))
+    data = sum(step.sent_bytes(d) for d in ("shard", "expert_shard", "replicate", "stage"))
+    expected = _products(model, recipe, step.at.pipeline)
+    if ours.matrix_saving:
+        expected += muon.flops(model, recipe, step.at.pipeline)
     products = sum(n for (_, kind), n in step.flops.items() if kind == "matmul")
     return (
         Pair("weights", "bytes", held.parameters, step.parameter_bytes),
@@ -118,7 +122,7 @@ def _pairs(model: Architecture, recipe: Recipe, shape: Cluster, step: RankStep) 
         Pair("context parallel", "bytes sent", sent.context, step.sent_bytes("context")),
         Pair("pipeline", "bytes sent", sent.pipeline, step.sent_bytes("pipeline") + step.sent_bytes("ends")),
         Pair("data parallel", "bytes sent", sent.data, data),
-        Pair("GEMMs", "FLOP", _products(model, recipe, step.at.pipeline), products),
+        Pair("GEMMs", "FLOP", expected, products),
     )
 
 

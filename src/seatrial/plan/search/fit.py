@@ -87,12 +87,16 @@ def account(
     ranks = () if recipe is None else _ranks(architecture, recipe, behaviour)
     most = max(ranks, key=lambda m: m.reserved) if ranks else None
     each = 0 if recipe is None else recipe.world // recipe.layout.pipeline
-    weight, gradient, state = behaviour.state_bytes
+    weight, gradient, with_masters = behaviour.state_bytes
     # A stack's optimizer state beyond the optimizer's own are fp32 master weights.
-    masters = state - optimizer.state_bytes
+    masters = with_masters - optimizer.state_bytes
+    own: float = optimizer.state_bytes
+    if optimizer.matrix_saving:
+        own = optimizer.bytes_of(architecture) / architecture.trained_parameters()
+    state = masters + own
 
     def line(
-        name: str, of: Callable[[Memory], float], note: str, width: int | None = None, *, count: int = n
+        name: str, of: Callable[[Memory], float], note: str, width: float | None = None, *, count: int = n
     ) -> Line:
         gpu = None if most is None else of(most)
         cluster = None if most is None else each * sum(map(of, ranks))
@@ -116,8 +120,10 @@ def account(
         lines.append(
             line("master weights", lambda m: m.optimizer * masters / state, note, masters, count=trained)
         )
-    if own := optimizer.state_bytes:
+    if own:
         note = f"{', '.join(optimizer.states)}: {optimizer.state_precision}"
+        if optimizer.matrix_states is not None:
+            note += f"; of matrices in layers {', '.join(optimizer.matrix_states)}"
         lines.append(line("moments", lambda m: m.optimizer * own / state, note, own, count=trained))
     if most is not None:
         lines += [
@@ -298,6 +304,8 @@ def _floor(model: Architecture, ranks: int, stack: Stack) -> float:
     """Lower bound of the bytes on the average GPU: its shard of the states."""
     weight, gradient, state = stack.state_bytes
     states = weight * model.parameters() + (gradient + state) * model.trained_parameters()
+    if stack.matrix_saving:
+        states -= stack.matrix_saving * model.hidden_matrix_parameters()
     return states / ranks * (1 + FRAGMENTATION) + stack.context_gib * GIB
 
 

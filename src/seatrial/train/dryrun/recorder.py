@@ -218,7 +218,8 @@ def _attention_product(query_BNTH: Tensor, key_BKSH: Tensor) -> int:
 def dimensions(mesh: Any) -> dict[str, str]:
     """Name of each process group of this rank -> its dimension of the layout (`mesh`: `parallel.mesh.Mesh`)."""
     names = {}
-    for dimension in ("ends", "tensor", "expert", "context", "pipeline", *_DATA):
+    # Later names replace earlier ones: `stage` and `ends` may be one of the other groups.
+    for dimension in ("stage", "ends", "tensor", "expert", "context", "pipeline", *_DATA):
         group = getattr(mesh, dimension)
         if group is not None:
             names[group.group_name] = dimension

@@ -28,6 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from seatrial.base.box import Box
 from seatrial.job.job import Job
+from seatrial.job.optimizers import optimizer_named
 from seatrial.model.decoder import Decoder
 from seatrial.parallel.build import ParallelModel
 from seatrial.parallel.mesh import Mesh, build_mesh
@@ -130,7 +131,8 @@ def fake_world(job: Job, rank: int, kind: str) -> Iterator[Mesh]:
     hook = sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=job.layout.world_size)
     try:
-        mesh = build_mesh(job.layout, _CPU, _TIMEOUT)
+        whole = optimizer_named(job.optimizer.name).matrix_states is not None
+        mesh = build_mesh(job.layout, _CPU, _TIMEOUT, with_stage=whole)
         dry = _DryMesh(**{f.name: getattr(mesh, f.name) for f in fields(mesh)})
         object.__setattr__(dry, "kind", kind)
         yield dry
@@ -236,24 +238,30 @@ class Marks:
         for number, stage in enumerate(self._model.stages):
             self._watch_stage(number, stage)
         squared_norm, update = self._optimizer.squared_norm, self._optimizer.update
+        prepare = self._optimizer.prepare
 
         def marked_norm() -> Tensor:
             self._before_update()
             self._mark("norm")
             return squared_norm()
 
+        def marked_prepare(scale: Tensor | None) -> None:
+            self._mark("prepare")
+            prepare(scale)
+
         def marked_update(lr: float, scale: Tensor | None) -> None:
             self._mark("update")
             update(lr, scale)
 
         self._optimizer.squared_norm = marked_norm  # type: ignore[method-assign]
+        self._optimizer.prepare = marked_prepare  # type: ignore[method-assign]
         self._optimizer.update = marked_update  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
-        del self._optimizer.squared_norm, self._optimizer.update
+        del self._optimizer.squared_norm, self._optimizer.prepare, self._optimizer.update
 
     def _watch_stage(self, number: int, stage: Decoder) -> None:
         blocks = stage.blocks

@@ -104,10 +104,10 @@ def _check_content(job: Job, name: str, manifest: Manifest) -> None:
     arch = job.architecture
     if manifest.architecture != arch.as_dict():
         raise Damaged(f"{name} belongs to another model than this job's")
-    for kind in ("model", *optimizer_named(job.optimizer.name).states):
-        for tensor, shape in whole_shapes(arch).items():
-            if kind != "model" and arch.lora is not None and not is_adapter(tensor):
-                continue  # frozen: no state
+    optimizer = optimizer_named(job.optimizer.name)
+    for tensor, shape in whole_shapes(arch).items():
+        frozen = arch.lora is not None and not is_adapter(tensor)
+        for kind in ("model", *(() if frozen else optimizer.states_of(tensor, shape))):
             entry = manifest.tensors.get(f"{kind}/{tensor}")
             if entry is None:
                 raise Damaged(f"{name} has no tensor {kind}/{tensor}")
