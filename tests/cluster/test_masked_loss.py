@@ -23,7 +23,7 @@ from test_parity import (
 from conftest import run_cases
 from seatrial.model.generate import load_whole
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.ci]
 
 FULL = LAYOUTS["tp2-pp2-fsdp2"]
 EXPERTS = {"family": "qwen3_moe", "tied": False}
@@ -45,6 +45,7 @@ MASKED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "fsdp2-documents": ({"layout": {"shard": 2}, "documents": True}, "one-documents"),
     "tp2-fsdp2-experts": ({"layout": LAYOUTS["tp2-fsdp2"], **EXPERTS}, "one-experts"),
+    "ep2-fsdp2-experts": ({"layout": {"shard": 4, "expert": 2}, **EXPERTS}, "one-experts"),
     "pp2-fsdp2-lora": ({"layout": LAYOUTS["pp2-fsdp2"], "lora": LORA}, "one-lora"),
 }
 OTHERS: dict[str, dict[str, Any]] = {

@@ -29,7 +29,7 @@ from seatrial.model.decoder import whole_shapes
 from seatrial.plan.cost.dryrun import dry_run
 from seatrial.train.dryrun.trace import at_size
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.ci]
 
 MUON = {"name": "muon", "adamw_lr_factor": 0.5}
 ORIGINAL = {"name": "muon", "adjust_lr": "original", "nesterov": False, "momentum": 0.9}
@@ -53,6 +53,8 @@ UPDATED: dict[str, dict[str, Any]] = {
     "fsdp3-experts": {"layout": {"shard": 3}, **EXPERTS},
     "replicate2-tp2-experts": {"layout": {"replicate": 2, "tensor": 2}, **EXPERTS},
     "tp2-pp2-fsdp2-experts": {"layout": FULL, **EXPERTS},
+    "ep2-tp2-fsdp2-experts": {"layout": {"tensor": 2, "shard": 4, "expert": 2}, **EXPERTS},
+    "ep4-replicate2-experts": {"layout": {"replicate": 2, "shard": 4, "expert": 4}, **EXPERTS},
 }
 STEPS = 4
 TRAINED: dict[str, dict[str, Any]] = {
@@ -63,6 +65,7 @@ TRAINED: dict[str, dict[str, Any]] = {
     "tp2-pp2-fsdp2": {"layout": FULL},
     "pp2-zero-bubble": {"layout": LAYOUTS["pp2-zero-bubble"]},
     "tp2-pp2-fsdp2-experts": {"layout": FULL, **EXPERTS},
+    "ep2-fsdp2-experts": {"layout": {"shard": 4, "expert": 2}, **EXPERTS},
 }
 
 
