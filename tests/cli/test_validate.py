@@ -25,6 +25,9 @@ from seatrial.job.schema import JobFile
 from seatrial.job.validate import SECTIONS
 from seatrial.launch import preflight
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit/data"))
+from chat_cases import MARKED, write_tokenizer
+
 SOURCE = Path(seatrial.__file__).parents[1]
 GIB = 1024**3
 # What a person fills in, here with what is on every machine.
@@ -291,6 +294,19 @@ def test_validation_data_is_looked_at_like_training_data(validate: Validate, tmp
     said = validate(text)
     assert said.code == 0
     assert f"validation: {other}: 11k tokens (bytes)" in json.loads(said.out)["data"]
+
+
+def test_a_chat_template_leaves_the_tokens_of_text_bounded(validate: Validate, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "chat", MARKED)
+    text = re.sub(r"(?m)^tokenizer = .*$", 'tokenizer = "chat/tokenizer.json"', filled(FIRST))
+    text = text.replace('preset = "qwen2.5-tiny"', 'preset = "qwen2.5-tiny"\nvocab_size = 400')
+    (tmp_path / "short.md").write_text("too short")
+    (tmp_path / "short.jsonl").write_text('{"text": "too short"}')
+    refused = validate(re.sub(r"(?m)^train = .*$", 'train = "short.md"', text))
+    (message,) = [e["message"] for e in refused.errors]
+    assert message.endswith("/short.md has at most 28 tokens: fewer than the 8,193 of one step")
+    # A conversation may be as long as its template makes it.
+    assert validate(re.sub(r"(?m)^train = .*$", 'train = "short.jsonl"', text)).code == 0
 
 
 # -- as a command

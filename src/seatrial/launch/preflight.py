@@ -289,10 +289,11 @@ class _Data:
         self.descriptions.append(
             f"{label}{source}: {len(files):,} files, {units.memory(size)}, prepared at the start"
         )
+        bounded = set(_PLAIN)
         if self._tokenizer is not None and self._tokenizer.chat is not None:
-            return None  # what a chat template adds to conversations has no bound
+            bounded.remove(".jsonl")  # what a chat template adds to conversations has no bound
         # An invalid UTF-8 byte becomes three, and each document gets an end token.
-        return 3 * size + len(files) if all(f.path.suffix in _PLAIN for f in files) else None
+        return 3 * size + len(files) if all(f.path.suffix in bounded for f in files) else None
 
     def fits(self, facts: Facts) -> Iterator[RuleViolation]:
         """The vocabulary must fit, and there must be enough samples for a step."""
