@@ -123,7 +123,7 @@ BROKEN = [
     (FIRST, "lr = 3e-3", "lr = nan", "nan", "finite"),
     (FIRST, "lr = 3e-3", "learning_rate = 3e-3", "learning_rate", "unknown key `learning_rate`"),
     (FIRST, "warmup_steps = 20", "warmup_steps = 201", "201", "more than train.steps"),
-    (FIRST, 'decay = "cosine"', 'decay = "linear"', '"linear"', "optimizer.decay: expected"),
+    (FIRST, 'decay = "cosine"', 'decay = "step"', '"step"', "optimizer.decay: expected"),
     (FIRST, "weight_decay = 0.1", "weight_decay = inf", "inf", "finite"),
     (FIRST, "weight_decay = 0.1", "weight_decay = 400", "400", "must be at most 100"),
     (FIRST, "clip_norm = 1.0", "clip_norm = 1e-300", "1e-300", "clipped gradients would vanish"),

@@ -126,7 +126,7 @@ def derived(job: Job, rank: int, device: str) -> Derived:
 
     # The one vector of a step.
     world = layout.world_size
-    vector = 8 * (10 + 5 * world)
+    vector = 8 * (11 + 5 * world)
     if device == "cuda":
         add("all-reduce", "world", int(world > 1), vector, "float64")
     else:

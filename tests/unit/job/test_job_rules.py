@@ -415,7 +415,7 @@ def test_experts_belong_to_a_family_that_has_them() -> None:
     assert "missing in [model]: num_experts, num_experts_per_tok, moe_intermediate_size" in missing.message
 
 
-def test_later_keys_of_the_optimizer_leave_older_runs_as_they_were() -> None:
+def test_later_optimizer_keys_leave_older_runs_as_they_were() -> None:
     later = {f"optimizer.{key}" for key in ("name", "decay_form", *MUON_KEYS)}
     adamw, muon = load(GOOD), load(GOOD, "optimizer.name=muon")
     assert not later & adamw.identity().keys()
