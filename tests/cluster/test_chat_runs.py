@@ -15,7 +15,7 @@ from conftest import ONE_NODE, Run, records, seatrial
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit/data"))
 from chat_cases import MARKED, rows, write_lines, write_tokenizer
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.ci]
 
 
 @pytest.fixture

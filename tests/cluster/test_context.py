@@ -19,7 +19,7 @@ from test_parity import (
 
 from conftest import each_case, run_cases, selected_cases
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.ci]
 
 CP2 = {"shard": 2, "context": 2}
 ZERO_BUBBLE = {**LAYOUTS["pp2-zero-bubble"], **CP2}
@@ -72,7 +72,6 @@ _LONG = {
     *("cp2-documents", "cp2-tp2", "cp2-pp2", "cp2-fsdp2", "cp2-replicate2", "cp2-interleaved"),
     *("cp2-recompute", "cp2-pp2-sharded", "cp2-selective", "cp2-selective-compiled"),
 }
-_CI = CONTEXT.keys() - _LONG - {"cp2-tp2-documents"}
 ONES: dict[str, dict[str, Any]] = {
     "one": {},
     "one-documents": {"documents": True},
@@ -88,9 +87,9 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
-    """Every case, run once; of those with marks what a selected test reads."""
+    """Every case, run once; of the long ones those that a selected test reads."""
     out = tmp_path_factory.mktemp("context")
-    unwanted = (_LONG | _CI) - selected_cases(request)
+    unwanted = _LONG - selected_cases(request)
     context = {name: case for name, (case, _) in CONTEXT.items() if name not in unwanted}
     ones = {name: {"layout": {}, **case} for name, case in ONES.items()}
     cases = [
@@ -101,7 +100,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return read_runs(out, cases)
 
 
-@each_case(CONTEXT, long=_LONG, ci=_CI)
+@each_case(CONTEXT, long=_LONG)
 def test_it_trains_as_one_process(name: str, runs: dict[str, Ran]) -> None:
     ran, peer = runs[name], CONTEXT[name][1]
     loss, norm = _differences(ran, runs[peer])

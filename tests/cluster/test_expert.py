@@ -20,7 +20,7 @@ from test_parity import (
 
 from conftest import each_case, run_cases, selected_cases
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.ci]
 
 EP2 = {"shard": 2, "expert": 2}
 FULL = {"activation_checkpointing": "full"}
@@ -69,7 +69,6 @@ _LONG = {
     *("ep2-pp2", "ep2-tp2", "ep2-fsdp2", "ep2-replicate2", "ep2-recompute", "ep2-interleaved"),
     *("ep2-tp2-pp2-async", "ep2-zero-bubble-fsdp2-recompute", "ep2-pp2-sharded"),
 }
-_CI = EXPERT.keys() - _LONG - {"ep2-one-sided", "ep2-tp2-selective"}
 ONES: dict[str, dict[str, Any]] = {
     "one": {},
     "one-documents": {"documents": True},
@@ -91,9 +90,9 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
-    """Every case, run once; of those with marks what a selected test reads."""
+    """Every case, run once; of the long ones those that a selected test reads."""
     out = tmp_path_factory.mktemp("expert")
-    unwanted = (_LONG | _CI) - selected_cases(request)
+    unwanted = _LONG - selected_cases(request)
     expert = {name: case for name, (case, _) in EXPERT.items() if name not in unwanted}
     ones = {name: {"layout": {}, **case} for name, case in ONES.items()}
     common = {"tied": False, "family": "qwen3_moe", "steps": 2}
@@ -103,7 +102,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return read_runs(out, cases)
 
 
-@each_case(EXPERT, long=_LONG, ci=_CI)
+@each_case(EXPERT, long=_LONG)
 def test_it_trains_as_one_process(name: str, runs: dict[str, Ran]) -> None:
     ran, peer = runs[name], EXPERT[name][1]
     loss, norm = _differences(ran, runs[peer])

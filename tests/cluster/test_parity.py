@@ -49,6 +49,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 UNTIED_ONLY: dict[str, dict[str, Any]] = {
     "pp2-gpipe": {"pipeline": 2, "schedule": "gpipe"},
     "replicate2": {"replicate": 2},
+    "cp2-tp2": {"tensor": 2, "shard": 2, "context": 2},
     "pp2-breadth-first": {"pipeline": 2, "stages_per_rank": 2, "schedule": "breadth-first"},  # of examples/
 }
 # The optimizer of examples/.
@@ -99,6 +100,7 @@ WITH_EXPERTS: dict[str, dict[str, Any]] = {
         "reshard_after_forward": False,
     },
     "one-full": {"layout": {}, "activation_checkpointing": "full"},
+    "ep2-pp2": {"layout": {"pipeline": 2, "shard": 2, "expert": 2}},
     "tp2-async": {"layout": LAYOUTS["tp2"], "async_tensor": True},
 }
 
@@ -331,7 +333,11 @@ _LONG = {
     *(f"{n}-sharded-untied" for n in SHARDED if n not in ("fsdp2", "pp2-replicate2-fsdp2")),
     *("tp2-fsdp2-compiled", "tp2-fsdp2-sharded-compiled", "tp2-fsdp2-selective-compiled-recompute"),
     "pp2-fsdp2-selective-every2-recompute",
-    *(f"{n}-experts" for n in WITH_EXPERTS if n not in ("one", "fsdp2-sharded", "tp2-pp2-fsdp2-selective")),
+    *(
+        f"{n}-experts"
+        for n in WITH_EXPERTS
+        if n not in ("one", "fsdp2-sharded", "tp2-pp2-fsdp2-selective", "ep2-pp2")
+    ),
     *(f"{n}-documents" for n in ("tp2", "pp2", "fsdp2", "pp2-gpipe", "pp4", "pp2-zero-bubble")),
 }
 
@@ -339,7 +345,8 @@ _LONG = {
 # Not in `make test`, which has each dimension and kind of schedule at least once.
 _CI = {
     *("pp2-zero-bubble-untied", "pp4-tied", "pp2-gpipe-untied", "pp2-breadth-first-untied", "fsdp2-untied"),
-    *("one-selective-recompute", "one-every2-recompute"),
+    *("one-selective-recompute", "one-every2-recompute", "tp2-pp2-fsdp2-selective-recompute"),
+    *("tp2-pp2-fsdp2-tied", "tp2-pp2-fsdp2-selective-experts"),
     *("pp2-replicate2-fsdp2-sharded-untied", "fsdp2-sharded-experts"),
     *("pp2-zero-bubble-fsdp2-documents", "recompute-documents", "compiled-documents"),
 }
@@ -368,7 +375,7 @@ def test_a_layout_trains_as_one_process(name: str, runs: dict[str, Ran]) -> None
         assert weight <= GRADIENT_OF_LARGEST, whose
 
 
-@_each([f"{n}-experts" for n in ("fsdp2-sharded", "tp2-pp2-fsdp2-selective", "pp2-zero-bubble")])
+@_each([f"{n}-experts" for n in ("fsdp2-sharded", "tp2-pp2-fsdp2-selective", "pp2-zero-bubble", "ep2-pp2")])
 def test_the_balance_loss_is_that_of_one_process(name: str, runs: dict[str, Ran]) -> None:
     expected = runs["one-experts"].ranks[0]["balance"]
     # Two experts of eight; with all alike it would be 2.
