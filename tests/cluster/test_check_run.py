@@ -85,6 +85,7 @@ def test_a_virtual_cluster_is_measured_and_nothing_is_left(
     run.wait_gone(_WITHIN_S)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("signum", "at"),
     [

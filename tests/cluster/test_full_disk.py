@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from recovery_runs import Trial, make_folder
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.ci]
 
 
 @pytest.fixture

@@ -46,6 +46,7 @@ def steps_in_order(trial: Trial) -> list[int]:
     return [r["step"] for r in lines(trial.run / "ledger.jsonl")]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("coordinator", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_node_that_leaves_hands_over_to_a_spare(begin: Begin, tmp_path: Path, coordinator: int) -> None:
     trial = begin("train.steps=5000", "cluster.spares=1", coordinator=coordinator)

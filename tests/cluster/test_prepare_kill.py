@@ -69,6 +69,7 @@ def attempt(corpus: Path, out: Path, workers: int, rng: random.Random, within: i
     return False
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kills", [12, pytest.param(40, marks=pytest.mark.long)])
 def test_killed_at_random_instants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int) -> None:
     corpus = write_corpus(tmp_path / "corpus")

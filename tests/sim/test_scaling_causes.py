@@ -61,6 +61,7 @@ def judged(kind: str, seeds: range) -> Counter[str]:
     return results
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_planted_cause_is_first(kind: str) -> None:
     results = judged(kind, range(DRAWS))
