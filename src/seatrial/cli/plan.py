@@ -359,8 +359,8 @@ def _fit(args: argparse.Namespace, job: Job, place: Hardware, calibration: Calib
         node = reference_node(gpu.name)
         return None if node is None else find_network(node.network)
 
-    room = None if place.cluster is None else capacity(place.cluster)
-    own = adapted(job, Recipe.of(job), room, args.stack)
+    available = None if place.cluster is None else capacity(place.cluster)
+    own = adapted(job, Recipe.of(job), available, args.stack)
     needs = account(job.architecture, own, stack=args.stack)
     fits = smallest(job, gpus_per_node=_NODE, network_of=network, calibration=calibration, stack=args.stack)
     if args.json:
@@ -370,7 +370,7 @@ def _fit(args: argparse.Namespace, job: Job, place: Hardware, calibration: Calib
     if args.html is not None:
         from seatrial.ui.plan_html import fit_page
 
-        _write(args.html, fit_page(job, needs, room, fits).encode())
+        _write(args.html, fit_page(job, needs, available, fits).encode())
     return EXIT_DONE if any(f.recipe is not None for f in fits) else EXIT_FAILED
 
 

@@ -127,7 +127,7 @@ def preflight(
             else:
                 problems.append(job.located(finding))
         if not problems:
-            if account.gpu_room is not None and (why := judge(account.gpu, account.gpu_room).why):
+            if account.gpu_available is not None and (why := judge(account.gpu, account.gpu_available).why):
                 notes.append(f"GPU memory is tight, it {why}")
             return Ready(account.settled(), account, tuple(data.descriptions), tuple(notes))
     if data.unreachable is not None and len(problems) == 1:
@@ -355,24 +355,24 @@ def _account(job: Job, asked: str, folder: RunFolder | None) -> Account:
     """
     device, reason = device_of(job)
     if job.cluster.launcher != "local":  # runs on other nodes
-        room, gpu = None, find_gpu(job.cluster.gpu or "")
+        available, gpu = None, find_gpu(job.cluster.gpu or "")
     else:
         names = set(driver_names())
         gpu = find_gpu(names.pop()) if len(names) == 1 else None
-        room = host_memory()
-    gpu_room = None if gpu is None or device == "cpu" else capacity(Cluster(gpu, 1, 1))
+        available = host_memory()
+    gpu_available = None if gpu is None or device == "cpu" else capacity(Cluster(gpu, 1, 1))
     how, why = job.train.accumulate, "as the job says" if asked != "auto" else "chosen with the layout"
     if how == "auto":
-        how, why = _accumulate(job, gpu_room, folder)
+        how, why = _accumulate(job, gpu_available, folder)
         train = job.train.model_copy(update={"accumulate": how})
         job = replace(job, file=job.file.model_copy(update={"train": train}))
-    return Account(job, device, reason, host_need(job, device), room, gpu_room, why)
+    return Account(job, device, reason, host_need(job, device), available, gpu_available, why)
 
 
-def _accumulate(job: Job, room: float | None, folder: RunFolder | None) -> tuple[Accumulate, str]:
+def _accumulate(job: Job, available: float | None, folder: RunFolder | None) -> tuple[Accumulate, str]:
     """What `accumulate = "auto"` is, and why: what an earlier start with this layout had, as far as it fits."""
     recipe = Recipe.of(job)
-    how, why = chosen(job.architecture, recipe, room)
+    how, why = chosen(job.architecture, recipe, available)
     try:
         before = {} if folder is None else flat(parse_toml(read_text(folder.job_toml)))
     except (OSError, ValueError):  # the first start, or an unreadable file
@@ -383,7 +383,7 @@ def _accumulate(job: Job, room: float | None, folder: RunFolder | None) -> tuple
     if same and whole != (how == "whole"):
         if not whole:
             return "sharded", "as in earlier starts of this run"
-        if room is None or memory(job.architecture, recipe, stack_for(recipe)).reserved <= room:
+        if available is None or memory(job.architecture, recipe, stack_for(recipe)).reserved <= available:
             return "whole", "as in earlier starts of this run"
     return how, why
 
@@ -391,10 +391,10 @@ def _accumulate(job: Job, room: float | None, folder: RunFolder | None) -> tuple
 def _memory(account: Account) -> Iterator[RuleViolation]:
     """Findings if the job does not fit, with its memory account and what would fit."""
     if not account.gpu_fits:
-        assert account.gpu_room is not None
+        assert account.gpu_available is not None
         yield RuleViolation(
             _MODEL,
-            f"the job needs {units.memory(account.gpu)} on a GPU, which has {units.memory(account.gpu_room)}",
+            f"the job needs {units.memory(account.gpu)} on a GPU, which has {units.memory(account.gpu_available)}",
             (would_fit(account) or "`seatrial plan JOB --fit` lists the smallest clusters that suffice")
             + _ANYWAY,
         )

@@ -32,9 +32,9 @@ _TOGETHER = {
 
 
 def account_svg(
-    account: Account, room: float | None, *, title: str, alone: bool = True, width: float = WIDTH
+    account: Account, available: float | None, *, title: str, alone: bool = True, width: float = WIDTH
 ) -> Element:
-    """Bytes on the most loaded GPU. `room`: what one process can use there; None if the GPU is unknown.
+    """Bytes on the most loaded GPU. `available`: what one process can use there; None if the GPU is unknown.
 
     Raises ValueError for an account without a layout.
     """
@@ -46,7 +46,7 @@ def account_svg(
             together = _TOGETHER.get(part.name, part.name)
             sums[together] = sums.get(together, 0.0) + part.gpu
     shown = list(sums.items())
-    most = max(account.gpu_bytes, room or 0.0) * 1.02
+    most = max(account.gpu_bytes, available or 0.0) * 1.02
     scale = (width - 2 * _SIDE) / most
     parts, x = [], _SIDE
     for label, n_bytes in shown:
@@ -55,10 +55,10 @@ def account_svg(
         wide = max(0.5, n_bytes * scale - 1)
         parts.append(box(x, _TOP, wide, _HEIGHT, f"st-{_LOOKS[label]}", hint))
         x += n_bytes * scale
-    if room is not None:
-        at = _SIDE + room * scale
+    if available is not None:
+        at = _SIDE + available * scale
         parts.append(line([(at, _TOP - 8), (at, _TOP + _HEIGHT + 8)], "st-step"))
-        parts.append(text(at, _TOP - 13, f"the GPU has {figures.memory(room)}", "st-soft st-num", "end"))
+        parts.append(text(at, _TOP - 13, f"the GPU has {figures.memory(available)}", "st-soft st-num", "end"))
     y = _TOP + _HEIGHT + 32
     columns = int(width // _COLUMN)
     each = (width - 2 * _SIDE) / columns

@@ -47,10 +47,10 @@ def own(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
     if mine.fits is None:
         yield from pair("memory", f"{gib(mine.memory.allocated)} per rank: {kinds}", width)
     else:
-        assert mine.room is not None
+        assert mine.available is not None
         verdict = mine.verdict
         assert verdict is not None
-        text = f"{verdict.word}: {gib(mine.memory.reserved)} of {gib(mine.room)} per GPU: {kinds}"
+        text = f"{verdict.word}: {gib(mine.memory.reserved)} of {gib(mine.available)} per GPU: {kinds}"
         gpu = answer.place.gpu
         if gpu is not None and gpu.architecture not in ATTENTION:
             text += "\nthe runtime's memory and the margin are those of NVIDIA's GPUs"

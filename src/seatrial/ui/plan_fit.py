@@ -98,7 +98,7 @@ def _cluster(f: Fit, name: str) -> list[str]:
         f"{f.gpus:,}",
         _nodes(f),
         brief(f.recipe),
-        f"{f.needs / f.room * 100:.0f} %" + f" {' ' if f.verdict.sure else TIGHT}",
+        f"{f.needs / f.available * 100:.0f} %" + f" {' ' if f.verdict.sure else TIGHT}",
         "unknown" if f.prediction is None else figures.rate(f.prediction.tokens_per_s_per_gpu),
     ]
 
@@ -155,7 +155,7 @@ def _fit(f: Fit) -> dict[str, Any]:
         "fits": f.recipe is not None,
         "recipe": None if f.recipe is None else recipe(f.recipe),
         "needs_bytes": f.needs,
-        "room_bytes": f.room,
+        "room_bytes": f.available,
         "tokens_per_s_per_gpu": None if f.prediction is None else f.prediction.tokens_per_s_per_gpu,
         "step_s": None if f.prediction is None else f.prediction.step_s,
         "why_unknown": f.why_unknown,

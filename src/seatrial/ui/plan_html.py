@@ -75,7 +75,7 @@ def page(
         layouts=_layouts(answer),
         waterfall=_waterfall(answer),
         changes=[] if answer.advice is None else [_change(way) for way in answer.advice.suggestions],
-        memory=_memory(held, own.room, f"{held.headline}."),
+        memory=_memory(held, own.available, f"{held.headline}."),
         scaling_picture=_scaling_picture(scalings),
         scalings=[_scaling(s) for s in scalings],
         network=list(_network(answer)),
@@ -84,13 +84,13 @@ def page(
     )
 
 
-def fit_page(job: Job, held: Account, room: float | None, fits: Sequence[Fit]) -> str:
-    """Memory needs of a job's model, and the smallest clusters that satisfy them; `room` as in `account_svg`."""
+def fit_page(job: Job, held: Account, available: float | None, fits: Sequence[Fit]) -> str:
+    """Memory needs of a job's model, and the smallest clusters that satisfy them; `available` as in `account_svg`."""
     return render(
         "ui/fit.html",
         picture_style=picture_style(),
         name=job.name,
-        memory=_memory(held, room, f"With the job's own layout, {job.layout}:"),
+        memory=_memory(held, available, f"With the job's own layout, {job.layout}:"),
         fits=list(_fits(fits)),
     )
 
@@ -106,8 +106,8 @@ def _big(answer: Answer) -> Iterator[tuple[str, str]]:
         yield seconds(p.step_s), f"per step; {span(p.low_s, p.high_s)}"
         if p.mfu is not None:
             yield percent(p.mfu, 1), f"MFU; {mfu_span(p).partition('(')[2].removesuffix(')')}"
-    needs = own.memory.reserved if own.room is not None else own.memory.allocated
-    of = "per rank" if own.room is None else f"per GPU, of {figures.memory(own.room)}"
+    needs = own.memory.reserved if own.available is not None else own.memory.allocated
+    of = "per rank" if own.available is None else f"per GPU, of {figures.memory(own.available)}"
     tight = ""
     if own.verdict is not None and own.verdict.why:
         of, tight = f"{of}; {own.verdict.why}", f" {TIGHT}"
@@ -176,7 +176,7 @@ def _change(way: Suggestion) -> Row:
     ]
 
 
-def _memory(held: Account, room: float | None, before: str) -> dict[str, object]:
+def _memory(held: Account, available: float | None, before: str) -> dict[str, object]:
     """`before`: text above the picture, which an account without a layout does not have."""
     rows: list[Row] = []
     for li in held.lines:
@@ -187,7 +187,7 @@ def _memory(held: Account, room: float | None, before: str) -> dict[str, object]
         rows.append((None, [li.name, each, once, gpu, whole, li.note]))
     picture = ""
     if held.gpu_bytes is not None:
-        picture = _svg_text(partial(account_svg, held, room, title="On the most loaded GPU"))
+        picture = _svg_text(partial(account_svg, held, available, title="On the most loaded GPU"))
         if held.cluster_bytes is not None:
             sums = [figures.memory(held.gpu_bytes), data(held.cluster_bytes)]
             rows.append(("own", ["total", "", "", *sums, ""]))
@@ -275,7 +275,7 @@ def _fits(fits: Sequence[Fit]) -> Iterator[Row]:
                 str(fit.cluster.nodes),
                 "none" if r is None else f"{short(r)}, {settings(r)}",
                 figures.memory(fit.needs) if fit.needs < float("inf") else "unknown",
-                figures.memory(fit.room),
+                figures.memory(fit.available),
                 "unknown" if p is None else figures.rate(p.tokens_per_s_per_gpu),
                 "; ".join(filter(None, notes)),
             ],

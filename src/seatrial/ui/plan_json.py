@@ -138,7 +138,7 @@ def _job_estimate(own: JobEstimate) -> dict[str, Any]:
         "fits": own.fits,
         "memory_verdict": None if own.verdict is None else own.verdict.document(),
         "memory_bytes": held(own.memory),
-        "room_bytes": own.room,
+        "room_bytes": own.available,
         "traffic_bytes": _traffic(own.traffic),
         "prediction": None if own.prediction is None else prediction(own.prediction),
         "why_unknown": own.why_unknown or None,

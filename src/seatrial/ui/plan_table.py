@@ -283,8 +283,8 @@ def verdict(answer: Answer) -> Line:
     p = mine.prediction
     sure = answer.found.sure[0] if answer.found is not None and answer.found.sure else None
     if mine.fits is False:
-        assert mine.room is not None
-        text = f"does not fit: {percent(mine.memory.reserved / mine.room - 1)} too much memory"
+        assert mine.available is not None
+        text = f"does not fit: {percent(mine.memory.reserved / mine.available - 1)} too much memory"
         if best is not None:
             text += f"; the best layout that fits makes {_speed(best.prediction)}{_margin(best, sure)}"
         elif answer.found is not None:

@@ -291,7 +291,7 @@ def too_large(beyond: BeyondMemory) -> str:
     compared = beyond.gain is not None
     if beyond.suggestions:
         ways = f"; fits {' or '.join(_fits_with(way, compared=compared) for way in beyond.suggestions)}"
-    missing = f"{percent(beyond.over)} too much memory ({gib(p.memory.reserved)} of {gib(p.room)})"
+    missing = f"{percent(beyond.over)} too much memory ({gib(p.memory.reserved)} of {gib(p.available)})"
     if beyond.gain is None:
         rate = (
             f"{figures.rate(p.tokens_per_s_per_gpu)} tokens/s/GPU if it fitted (none does, to compare with)"

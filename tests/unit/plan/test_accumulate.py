@@ -73,8 +73,8 @@ def test_auto_is_whole_if_that_fits_with_margin() -> None:
     whole, sharded = needs(RECIPE), needs(SHARDED)
     assert judge(whole, 2 * whole).sure
     assert chosen(MODEL, RECIPE, 2 * whole)[0] == "whole"
-    for room, word in ((1.01 * whole, "tight"), (0.9 * whole, "too much"), (0.5 * sharded, "too much")):
-        how, why = chosen(MODEL, RECIPE, room)
+    for available, word in ((1.01 * whole, "tight"), (0.9 * whole, "too much"), (0.5 * sharded, "too much")):
+        how, why = chosen(MODEL, RECIPE, available)
         assert how == "sharded"
         assert word in why
     assert chosen(MODEL, RECIPE, None) == ("whole", "the memory of a GPU is unknown")
@@ -112,7 +112,7 @@ def test_search_shards_gradients_if_whole_ones_do_not_fit() -> None:
     assert used == {"whole", "sharded"}
     for c in found.sure:
         if c.recipe.accumulate == "sharded" and c.recipe.microbatches > 1:
-            assert not judge(needs(replace(c.recipe, accumulate="whole")), c.prediction.room).sure
+            assert not judge(needs(replace(c.recipe, accumulate="whole")), c.prediction.available).sure
     bound = preset("qwen2.5-7b-h200", "cluster.gpu=H100 SXM", "train.accumulate=whole")
     fixed = search(bound, Cluster(gpu, 1, 8), own=False, microbatches=(1,))
     assert {c.recipe.accumulate for c in fixed.choices} == {"whole"}
@@ -127,9 +127,9 @@ def test_a_resume_keeps_its_accumulation_while_that_fits(tmp_path: Path) -> None
     whole = memory(job.architecture, recipe, stack_for(recipe)).reserved
     wide, tight, small = 2 * whole, 1.01 * whole, 0.9 * whole
 
-    def again(text: str, room: float | None) -> str:
+    def again(text: str, available: float | None) -> str:
         folder.job_toml.write_text(text)
-        return _accumulate(job, room, folder)[0]
+        return _accumulate(job, available, folder)[0]
 
     def written(how: str) -> str:
         train = job.train.model_copy(update={"accumulate": how})
@@ -138,8 +138,8 @@ def test_a_resume_keeps_its_accumulation_while_that_fits(tmp_path: Path) -> None
     older = written("whole").replace('accumulate = "whole"\n', "")
     assert _accumulate(job, tight, folder)[0] == "sharded", "no earlier start"
     for text in (older, written("whole")):
-        assert [again(text, room) for room in (wide, tight, small)] == ["whole", "whole", "sharded"]
-    assert [again(written("sharded"), room) for room in (wide, None)] == ["sharded", "sharded"]
+        assert [again(text, available) for available in (wide, tight, small)] == ["whole", "whole", "sharded"]
+    assert [again(written("sharded"), available) for available in (wide, None)] == ["sharded", "sharded"]
     assert again(written("sharded").replace("shard = 8", "shard = 4"), wide) == "whole", "another layout"
     assert again("damaged [", wide) == "whole"
     assert _accumulate(job, tight, None)[0] == "sharded", "--fresh"

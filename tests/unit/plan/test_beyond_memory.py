@@ -55,7 +55,7 @@ def test_beyond_memory_matches_an_exhaustive_search(name: str) -> None:
     legal = [
         (r, predicted(predictor, r)) for r in ways if refusal(predictor.job, predictor.cluster, r) is None
     ]
-    tried = [(r, p) for r, p in legal if p.memory.reserved <= MOST_OVER * p.room]
+    tried = [(r, p) for r, p in legal if p.memory.reserved <= MOST_OVER * p.available]
     fastest = min(p.step_s for _, p in tried)
     most = min(fastest * (1 + TIE_MARGIN), best / (1 + TIE_MARGIN))
     near = [(p.memory.reserved, r) for r, p in tried if p.step_s < most]

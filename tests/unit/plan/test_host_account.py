@@ -19,9 +19,9 @@ def job(preset: str = "qwen2.5-72b-b300", *overrides: str) -> Job:
 
 
 def account(of: Job, gib: float | None, device: Device = "cpu", gpu_gib: float | None = None) -> Account:
-    room = None if gib is None else HostMemory(round(gib * GIB), "that much")
+    available = None if gib is None else HostMemory(round(gib * GIB), "that much")
     return Account(
-        of, device, "a test", host_need(of, device), room, None if gpu_gib is None else gpu_gib * GIB
+        of, device, "a test", host_need(of, device), available, None if gpu_gib is None else gpu_gib * GIB
     )
 
 

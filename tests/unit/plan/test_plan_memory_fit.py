@@ -117,9 +117,9 @@ def test_a_damaged_file_is_not_read_as_no_errors() -> None:
 def test_verdict_of_a_prediction_matches_its_memory(case: Case) -> None:
     found = predict(case.model, case.recipe, case.cluster, stack=case.stack)
     held = memory(case.model, case.recipe, stack_for(case.recipe, case.stack))
-    assert found.room == capacity(case.cluster)
+    assert found.available == capacity(case.cluster)
     assert found.verdict == judge(held.reserved, capacity(case.cluster))
-    assert found.fits == (found.verdict.word != "does not fit") == (held.reserved <= found.room)
+    assert found.fits == (found.verdict.word != "does not fit") == (held.reserved <= found.available)
     assert any(told.startswith("memory: fits up to ") for told in found.provenance)
 
 
@@ -187,7 +187,7 @@ def test_a_verdict_follows_its_prediction() -> None:
     cluster = hardware_of(job).cluster
     assert cluster is not None
     p = search(job, cluster).choices[0].prediction
-    words = [replace(p, room=p.memory.reserved * f).verdict.word for f in (0.9, 1.01, 2.0)]
+    words = [replace(p, available=p.memory.reserved * f).verdict.word for f in (0.9, 1.01, 2.0)]
     assert words == ["does not fit", "tight", "fits"]
 
 

@@ -80,9 +80,9 @@ def test_sure_fit_is_preferred_among_equally_fast_layouts() -> None:
 
     def one(step_s: float, share: float, tensor: int) -> Choice:
         p = some.prediction
-        room = p.memory.reserved / share
+        available = p.memory.reserved / share
         recipe = replace(some.recipe, layout=replace(some.recipe.layout, tensor=tensor))
-        return replace(some, recipe=recipe, prediction=replace(p, step_s=step_s, room=room))
+        return replace(some, recipe=recipe, prediction=replace(p, step_s=step_s, available=available))
 
     tight, near, far = one(10.0, 0.97, 1), one(10.3, 0.5, 2), one(11.0, 0.3, 4)
     ranked, why = _safest((tight, near, far), (near, far))

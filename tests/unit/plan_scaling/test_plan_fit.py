@@ -111,7 +111,7 @@ def test_every_fit_is_legal_and_fits() -> None:
             continue
         again = predict(job().architecture, r, cluster)
         assert again.fits
-        assert fit.needs == again.memory.reserved <= fit.room == capacity(cluster)
+        assert fit.needs == again.memory.reserved <= fit.available == capacity(cluster)
         assert fit.prediction == again
 
 
@@ -147,7 +147,7 @@ def test_smallest_sure_fit_is_also_named_when_smallest_is_tight() -> None:
         # At the tight size nothing that was tried needs less.
         assert fit.recipe is not None
         cluster = replace(fit.cluster, network=NDR)
-        assert all(not judge(needs, fit.room).sure for _, needs in _all_lean(cluster))
+        assert all(not judge(needs, fit.available).sure for _, needs in _all_lean(cluster))
         assert fit.needs == min(needs for _, needs in _all_lean(cluster))
 
 
@@ -227,7 +227,7 @@ def test_a_job_that_does_not_fit_states_its_memory() -> None:
     none = {f.gpu.name: f for f in found if f.recipe is None}
     assert "A100-40GB SXM" in none
     fit = none["A100-40GB SXM"]
-    assert fit.needs > fit.room
+    assert fit.needs > fit.available
     assert fit.why_unknown == "does not fit on up to 2 nodes"
     assert [f.recipe is None for f in found] == sorted(f.recipe is None for f in found)
 

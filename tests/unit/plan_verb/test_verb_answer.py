@@ -191,7 +191,7 @@ def test_a_stated_gpu_is_planned_like_one_of_the_catalogue() -> None:
     assert known.prediction is not None
     assert hopper.prediction.step_s == pytest.approx(known.prediction.step_s, rel=0.08)
     assert hopper.prediction.pace.kind == "extrapolated"
-    assert hopper.room == other.room == known.room
+    assert hopper.available == other.available == known.available
     assert other.prediction is None
     assert "an unknown architecture" in other.why_unknown
 

@@ -43,7 +43,7 @@ def test_the_presets_comments_are_what_the_plan_predicts() -> None:
         r"# every (\d+) minutes;": [told.job.resilience.snapshot_every_steps * p.step_s / 60],
         r"fails every (\d+) days or so": [f.wall_s / f.failures / 86400],
         r"activations are (\d+) of the (\d+) GiB needed of (\d+)": [
-            n / gib for n in (memory.activations, memory.reserved, p.room)
+            n / gib for n in (memory.activations, memory.reserved, p.available)
         ],
         r"(\d+) % of a step is bubble": [100 * parts["pipeline bubble and uneven stages"]],
         r"gathered weights \((\d+) GB\)": [memory.gathered / 1e9],

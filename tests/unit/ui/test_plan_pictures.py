@@ -75,7 +75,7 @@ def pictures(width: float = WIDTH) -> dict[str, Element]:
         "scaling": scaling_svg([a.weak, a.strong], title="Scaling <of> & more", width=width),
         "memory": account_svg(
             account(a.job.architecture, a.own.recipe, stack=a.stack),
-            a.own.room,
+            a.own.available,
             title="Memory <on> & off",
             width=width,
         ),
@@ -289,7 +289,9 @@ def test_the_page_shows_how_the_batch_is_divided() -> None:
 def test_the_page_is_well_formed(which: str) -> None:
     a = told()
     needs = account(a.job.architecture, a.own.recipe, stack=a.stack)
-    html = page(a, verdict="v") if which == "plan" else fit_page(a.job, needs, a.own.room, smallest(a.job))
+    html = (
+        page(a, verdict="v") if which == "plan" else fit_page(a.job, needs, a.own.available, smallest(a.job))
+    )
     body = html.partition("<body>")[2].partition("</body>")[0]
     ElementTree.fromstring(f"<body>{body}</body>")
 

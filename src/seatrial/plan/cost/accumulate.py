@@ -23,36 +23,36 @@ from seatrial.plan.model.recipe import Recipe
 
 
 def chosen(
-    model: Architecture, recipe: Recipe, room: float | None, stack: str | Stack = "seatrial"
+    model: Architecture, recipe: Recipe, available: float | None, stack: str | Stack = "seatrial"
 ) -> tuple[Accumulate, str]:
-    """The value of `accumulate = "auto"`, and why. `room`: bytes available on a GPU, None if unknown."""
+    """The value of `accumulate = "auto"`, and why. `available`: bytes available on a GPU, None if unknown."""
     if recipe.microbatches == 1:
         return "sharded", "there is only one microbatch"
     if why := _no_use(recipe, stack_for(recipe, stack)):
         return "whole", why
-    if room is None:
+    if available is None:
         return "whole", "the memory of a GPU is unknown"
     whole, sharded = (
         memory(model, r, stack_for(r, stack)).reserved
         for r in (replace(recipe, accumulate=how) for how in ("whole", "sharded"))
     )
-    needs = f"with whole gradients a GPU needs {units.memory(whole)} of {units.memory(room)}"
-    if judge(whole, room).sure:
+    needs = f"with whole gradients a GPU needs {units.memory(whole)} of {units.memory(available)}"
+    if judge(whole, available).sure:
         return "whole", f"{needs}, which fits"
-    word = "tight" if whole <= room else "too much"
+    word = "tight" if whole <= available else "too much"
     return (
         "sharded",
         f"{needs}, which is {word}; with sharded ones {units.memory(sharded)}",
     )
 
 
-def adapted(job: Job, recipe: Recipe, room: float | None, stack: str | Stack = "seatrial") -> Recipe:
+def adapted(job: Job, recipe: Recipe, available: float | None, stack: str | Stack = "seatrial") -> Recipe:
     """`recipe` as this job would run it, with `accumulate = "auto"` resolved."""
     if stack_for(recipe, stack).name not in OURS:
         return replace(recipe, accumulate="whole")
     if job.train.accumulate != "auto":
         return recipe
-    return replace(recipe, accumulate=chosen(job.architecture, recipe, room, stack)[0])
+    return replace(recipe, accumulate=chosen(job.architecture, recipe, available, stack)[0])
 
 
 def accumulate_options(job: Job, recipe: Recipe, stack: str | Stack = "seatrial") -> Iterator[Recipe]:

@@ -104,14 +104,14 @@ def host_need(job: Job, device: Device) -> HostNeed:
 
 @dataclass(frozen=True)
 class Account:
-    """Memory that a job needs on its host and on each GPU, and the memory available. A `room` of None is unknown."""
+    """Memory that a job needs on its host and on each GPU, and the memory available. `available` is None if unknown."""
 
     job: Job
     device: Device
     device_reason: str
     host: HostNeed
-    room: HostMemory | None
-    gpu_room: float | None
+    available: HostMemory | None
+    gpu_available: float | None
     why_accumulate: str = ""  # why gradients accumulate as they do
 
     @cached_property
@@ -124,10 +124,10 @@ class Account:
 
     @property
     def gpu_fits(self) -> bool:
-        return self.gpu_room is None or self.gpu <= self.gpu_room
+        return self.gpu_available is None or self.gpu <= self.gpu_available
 
     def host_fits(self, copies: int) -> bool:
-        return self.room is None or self.host.total(copies) <= self.room.bytes
+        return self.available is None or self.host.total(copies) <= self.available.bytes
 
     @cached_property
     def copies(self) -> tuple[int, str]:
@@ -137,12 +137,12 @@ class Account:
             return 0, "snapshot_every_steps is 0"
         if asked.snapshot_copies != "auto":
             return asked.snapshot_copies, "as the job says"
-        if self.room is None:
+        if self.available is None:
             return 2, "the available memory is unknown"
         n = next((n for n in (2, 1) if self.host_fits(n)), 0)
         if n == 2:
             return n, f"{units.memory(self.host.copies(n))}, which fits"
-        left = units.memory(max(0.0, self.room.bytes - self.host.total(0)))
+        left = units.memory(max(0.0, self.available.bytes - self.host.total(0)))
         more = f"{n + 1} would take {units.memory(self.host.copies(n + 1))}, and {left} are left"
         return n, f"{more}; {self._price(n)}"
 
@@ -161,7 +161,7 @@ class Account:
         """Host memory needed and available, as text."""
         n, _ = self.copies
         parts = ", ".join(f"{name} {units.memory(b)}" for name, b in self.host.parts(n).items())
-        there = "the available amount is unknown" if self.room is None else self.room.source
+        there = "the available amount is unknown" if self.available is None else self.available.source
         return f"{units.memory(self.host.total(n))} ({parts}); {there}"
 
     def settled(self) -> Job:
@@ -177,10 +177,10 @@ class Account:
             "device_reason": self.device_reason,
             "host_bytes": round(self.host.total(n)),
             "host_parts": {name: round(part) for name, part in self.host.parts(n).items()},
-            "host_room_bytes": None if self.room is None else self.room.bytes,
-            "host_room_source": None if self.room is None else self.room.source,
+            "host_room_bytes": None if self.available is None else self.available.bytes,
+            "host_room_source": None if self.available is None else self.available.source,
             "gpu_bytes": round(self.gpu) or None,
-            "gpu_room_bytes": None if self.gpu_room is None else round(self.gpu_room),
+            "gpu_room_bytes": None if self.gpu_available is None else round(self.gpu_available),
             "accumulate": self.job.train.accumulate,
             "accumulate_reason": self.why_accumulate,
             "snapshot_copies": n,
@@ -217,8 +217,8 @@ def in_words(account: Account) -> Iterator[tuple[str, str]]:
     """(label, text) of memory needed and available, for printing."""
     yield "host memory", account.host_text()
     if account.device == "cuda":
-        of = "" if account.gpu_room is None else f" of {units.memory(account.gpu_room)}"
-        unknown = "; the GPU's memory here is unknown" if account.gpu_room is None else ""
+        of = "" if account.gpu_available is None else f" of {units.memory(account.gpu_available)}"
+        unknown = "; the GPU's memory here is unknown" if account.gpu_available is None else ""
         yield "GPU memory", f"{units.memory(account.gpu)}{of} a GPU{unknown}"
     if account.job.microbatches > 1:
         how = "whole" if account.job.train.accumulate == "whole" else "sharded"

@@ -98,12 +98,12 @@ class MemoryFit:
         }
 
 
-def judge(needs: float, room: float, errors: Errors | None = None) -> MemoryFit:
-    """Judge a GPU's predicted bytes `needs` against its `room`; `errors` replaces the shipped ones."""
+def judge(needs: float, available: float, errors: Errors | None = None) -> MemoryFit:
+    """Judge a GPU's predicted bytes `needs` against the `available` ones; `errors` replaces the shipped ones."""
     known = shipped_errors() if errors is None else errors
-    if needs > room:
+    if needs > available:
         return MemoryFit("does not fit", None, known.figures)
-    beyond = known.beyond(room / needs if needs > 0 else math.inf)
+    beyond = known.beyond(available / needs if needs > 0 else math.inf)
     return MemoryFit("fits" if beyond < SURE * known.figures else "tight", beyond, known.figures)
 
 

@@ -43,7 +43,7 @@ class Prediction:
     parts: Parts
     waterfall: tuple[Share, ...]
     memory: Memory
-    room: float  # bytes available to a process on one GPU
+    available: float  # bytes available to a process on one GPU
     pace: Pace
     provenance: tuple[str, ...]
     _of: tuple[Architecture, Recipe, Fabric, Stack]
@@ -51,7 +51,7 @@ class Prediction:
     @property
     def fits(self) -> bool:
         """Whether the predicted memory is available; `verdict` also considers the margin."""
-        return self.memory.reserved <= self.room
+        return self.memory.reserved <= self.available
 
     @cached_property
     def traffic(self) -> Traffic:
@@ -61,7 +61,7 @@ class Prediction:
     @property
     def verdict(self) -> MemoryFit:
         """Whether it fits, is tight or does not fit."""
-        return judge(self.memory.reserved, self.room)
+        return judge(self.memory.reserved, self.available)
 
 
 def stack_for(recipe: Recipe, name: str | Stack = "seatrial") -> Stack:
@@ -125,7 +125,7 @@ def predict(
         parts=parts,
         waterfall=waterfall(model, recipe, parts, peak),
         memory=held,
-        room=capacity(cluster),
+        available=capacity(cluster),
         pace=pace,
         provenance=_provenance(cluster, behaviour, pace),
         _of=(model, recipe, fabric, behaviour),

@@ -46,7 +46,7 @@ class JobEstimate:
 
     recipe: Recipe
     memory: Memory
-    room: float | None  # bytes available to a process on one GPU
+    available: float | None  # bytes available to a process on one GPU
     traffic: Traffic
     prediction: Prediction | None
     why_unknown: str
@@ -55,12 +55,12 @@ class JobEstimate:
 
     @property
     def fits(self) -> bool | None:
-        return None if self.room is None else self.memory.reserved <= self.room
+        return None if self.available is None else self.memory.reserved <= self.available
 
     @property
     def verdict(self) -> MemoryFit | None:
         """Whether it fits, and with margin; None if a GPU's memory is unknown."""
-        return None if self.room is None else judge(self.memory.reserved, self.room)
+        return None if self.available is None else judge(self.memory.reserved, self.available)
 
 
 @dataclass(frozen=True)
@@ -205,11 +205,11 @@ def usual_nodes(cluster: Cluster) -> tuple[int, ...]:
 
 def _own(job: Job, place: Hardware, w: PlanOptions, calibration: Calibration | None) -> JobEstimate:
     model, cluster = job.architecture, place.cluster
-    room = None if cluster is None else capacity(cluster)
-    recipe = own_recipe(job, room, w.stack)
+    available = None if cluster is None else capacity(cluster)
+    recipe = own_recipe(job, available, w.stack)
     why_accumulate = ""
     if job.train.accumulate == "auto" and recipe.microbatches > 1:
-        why_accumulate = chosen(model, recipe, room, w.stack)[1]
+        why_accumulate = chosen(model, recipe, available, w.stack)[1]
     behaviour = stack_for(recipe, w.stack)
     held = memory(model, recipe, behaviour)
     prediction, why = None, place.why_no_gpu
@@ -220,12 +220,14 @@ def _own(job: Job, place: Hardware, w: PlanOptions, calibration: Calibration | N
             why = f"the network between the nodes is unknown: {place.why_no_network}"
         except UnknownSpeedError as error:
             why = str(error)
-    if prediction is not None and room is not None:
-        limited = limit(prediction, room)
+    if prediction is not None and available is not None:
+        limited = limit(prediction, available)
     else:
-        limited = "memory: it does not fit" if room is not None and held.reserved > room else "unknown"
+        limited = (
+            "memory: it does not fit" if available is not None and held.reserved > available else "unknown"
+        )
     sent = traffic(model, recipe, Fabric.of(place.shape, recipe), behaviour)
-    return JobEstimate(recipe, held, room, sent, prediction, why, limited, why_accumulate)
+    return JobEstimate(recipe, held, available, sent, prediction, why, limited, why_accumulate)
 
 
 def _network_demand(

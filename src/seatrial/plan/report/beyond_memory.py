@@ -34,7 +34,7 @@ class BeyondMemory:
     @property
     def over(self) -> float:
         """Needed over available memory, minus 1."""
-        return self.prediction.memory.reserved / self.prediction.room - 1
+        return self.prediction.memory.reserved / self.prediction.available - 1
 
 
 def beyond_memory(predictor: Predictor, found: Found) -> BeyondMemory | None:
@@ -57,7 +57,7 @@ def beyond_memory(predictor: Predictor, found: Found) -> BeyondMemory | None:
         if recipe.async_tensor and refusal(predictor.job, predictor.cluster, recipe) is not None:
             continue
         p = predictor.predict(recipe)
-        if p.memory.reserved <= MOST_OVER * p.room:
+        if p.memory.reserved <= MOST_OVER * p.available:
             tried.append((recipe, p))
             most = min(most, p.step_s * (1 + TIE_MARGIN))
     near = [(r, p) for r, p in tried if p.step_s < most]

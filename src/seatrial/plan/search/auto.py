@@ -155,11 +155,11 @@ def _written(job: Job) -> list[str]:
     return [f"set in [train], so not chosen: {', '.join(kept)}"] if kept else []
 
 
-def _accumulates(job: Job, best: Recipe, room: float | None) -> list[str]:
+def _accumulates(job: Job, best: Recipe, available: float | None) -> list[str]:
     """The reason for the chosen layout's gradient accumulation, if that was open."""
     if job.train.accumulate != "auto" or best.microbatches == 1:
         return []
-    how, why = chosen(job.architecture, best, room)
+    how, why = chosen(job.architecture, best, available)
     return [f"gradients accumulate {how}: {why}"] if how == best.accumulate else []
 
 
@@ -208,9 +208,9 @@ def _fastest(job: Job, place: Hardware, cluster: Cluster, calibration: Calibrati
         )
     reasons += [
         f"it is limited by {best.limit}",
-        f"it needs {units.memory(p.memory.reserved)} of the {units.memory(p.room)} of a GPU{_doubt(best, found.sure)}",
+        f"it needs {units.memory(p.memory.reserved)} of the {units.memory(p.available)} of a GPU{_doubt(best, found.sure)}",
         f"its pace is {p.pace.kind}: {p.pace.source}",
-        *_accumulates(job, best.recipe, p.room),
+        *_accumulates(job, best.recipe, p.available),
         *_written(job),
         *place.provenance,
     ]
@@ -256,13 +256,13 @@ def _doubt(best: Choice, sure: Sequence[Choice]) -> str:
 def _leanest(job: Job, place: Hardware, why: str) -> Chosen:
     """Choose by memory and traffic, see the module docstring."""
     layers, cluster = job.architecture.num_hidden_layers, place.shape
-    room = None if place.cluster is None else capacity(place.cluster)
-    found = list(_weighed(job, cluster, room))
+    available = None if place.cluster is None else capacity(place.cluster)
+    found = list(_weighed(job, cluster, available))
     if not found:
         raise _no_layout(job, cluster)
-    fitting = [c for c in found if room is None or c.held_bytes <= room]
+    fitting = [c for c in found if available is None or c.held_bytes <= available]
     if not fitting:
-        assert room is not None
+        assert available is not None
         raise _no_room(job, cluster, len(found), min(c.held_bytes for c in found))
     too_large = len(found) - len(fitting)
     # Without speeds there is no reason to choose a layout that may run out of memory.
@@ -282,26 +282,26 @@ def _leanest(job: Job, place: Hardware, why: str) -> Chosen:
         f"the least product of bytes held and bytes sent: {units.memory(best.held_bytes)} on the rank that holds most, "
         f"{units.memory(best.sent_bytes)} a step from the rank that sends most",
     ]
-    if room is None:
+    if available is None:
         reasons.append("the memory limit of a rank is unknown")
     elif best.verdict is not None and best.verdict.why:
         reasons.append(f"it is tight, {best.verdict.why}; no layout fits with margin")
-    reasons += _accumulates(job, best.recipe, room)
+    reasons += _accumulates(job, best.recipe, available)
     reasons += _written(job)
     return Chosen(tuple(kept.values()), "memory and traffic", tuple(reasons), len(found), too_large, place)
 
 
-def _weighed(job: Job, cluster: Cluster, room: float | None) -> Iterator[Candidate]:
+def _weighed(job: Job, cluster: Cluster, available: float | None) -> Iterator[Candidate]:
     """Candidates without speeds: with the job's microbatch, and recomputation only if nothing else fits with margin."""
     _, recomputes = _free(job)
     for recompute in recomputes:
         any_fits = False
         for layout in legal(job, cluster, Counter(), (job.train.microbatch,), (recompute,)):
-            recipe = adapted(job, layout, room)
+            recipe = adapted(job, layout, available)
             stack = stack_for(recipe)
             held = memory(job.architecture, recipe, stack)
-            needs = held.allocated if room is None else held.reserved
-            verdict = None if room is None else judge(needs, room)
+            needs = held.allocated if available is None else held.reserved
+            verdict = None if available is None else judge(needs, available)
             any_fits |= verdict is None or verdict.sure
             yield Candidate(
                 recipe,

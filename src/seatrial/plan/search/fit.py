@@ -183,7 +183,7 @@ class Fit:
     cluster: Cluster
     recipe: Recipe | None
     needs: float  # bytes a GPU; of the smallest layout tried if none fits (inf: none is legal)
-    room: float  # bytes available on a GPU
+    available: float  # bytes available on a GPU
     prediction: Prediction | None
     why_unknown: str | None
     safe: Fit | None = None  # also None if none of the sizes tried is large enough
@@ -194,8 +194,8 @@ class Fit:
 
     @property
     def verdict(self) -> MemoryFit:
-        """`needs` judged against `room`."""
-        return judge(self.needs, self.room)
+        """`needs` judged against `available`."""
+        return judge(self.needs, self.available)
 
     @property
     def gpus(self) -> int:
@@ -258,8 +258,8 @@ def _smallest(
         if not waiting:
             break
         # The states alone, evenly sharded, are a lower bound: sizes that cannot fit are skipped.
-        room = max(capacity(replace(at, gpu=gpu)) for gpu in waiting)
-        if _floor(model, at.gpus, stack_for(Recipe.of(job), stack)) > room:
+        available = max(capacity(replace(at, gpu=gpu)) for gpu in waiting)
+        if _floor(model, at.gpus, stack_for(Recipe.of(job), stack)) > available:
             continue
         tried = [(r, memory(model, r, stack_for(r, stack)).reserved) for r in _lean(job, at, stack)]
         leanest = min((needs for _, needs in tried), default=math.inf)
@@ -338,8 +338,8 @@ def _fastest(
     calibration: Calibration | None,
     stack: str | Stack,
 ) -> Fit:
-    room = capacity(cluster)
-    fitting = [(r, needs) for r, needs in tried if judge(needs, room).sure]
+    available = capacity(cluster)
+    fitting = [(r, needs) for r, needs in tried if judge(needs, available).sure]
     if not fitting:  # then memory alone decides
         fitting = [min(tried, key=lambda pair: pair[1])]
     best: tuple[Recipe, float, Prediction] | None = None
@@ -357,6 +357,6 @@ def _fastest(
                 best = recipe, needs, at
     if best is None:
         recipe, needs = min(fitting, key=lambda pair: pair[1])
-        return Fit(cluster, recipe, needs, room, None, why)
+        return Fit(cluster, recipe, needs, available, None, why)
     recipe, needs, at = best
-    return Fit(cluster, recipe, needs, room, at, None)
+    return Fit(cluster, recipe, needs, available, at, None)

@@ -103,7 +103,7 @@ def search(
     outsized: list[Recipe] = []
     tried = too_large = 0
     least = float("inf")
-    room = capacity(cluster)
+    available = capacity(cluster)
     lower_bound = StepLowerBound(model, cluster, stack, calibration)
     # Layouts that fit: a lower bound of the step time, and whether they do with margin.
     fitting: list[tuple[float, bool, Recipe]] = []
@@ -112,7 +112,7 @@ def search(
         key = pair(recipe)
         for kept in (choices, sure) if found.verdict.sure else (choices,):
             if key not in kept or found.step_s < kept[key].prediction.step_s:
-                kept[key] = Choice(recipe, found, limit(found, room))
+                kept[key] = Choice(recipe, found, limit(found, available))
 
     def bar(recipe: Recipe, with_margin: bool = True) -> float:
         """Seconds of the step to beat for a layout that fits with or without margin."""
@@ -152,14 +152,14 @@ def search(
         for place, recipe in enumerate(accumulate_options(either, layout, stack)):
             needs = memory(model, recipe, stack_for(recipe, stack)).reserved
             least = min(least, needs)
-            if needs > room:
-                if needs <= MOST_OVER * room:
+            if needs > available:
+                if needs <= MOST_OVER * available:
                     outsized.append(recipe)
                 continue
             fits = True
             if needless:
                 break
-            with_margin = judge(needs, room).sure
+            with_margin = judge(needs, available).sure
             fitting += ((lower_bound(way), with_margin, way) for way in ways(recipe))
             if with_margin:
                 if not place:
@@ -185,15 +185,15 @@ def search(
                 continue
             for recipe in reversed(options):
                 needs = memory(model, recipe, stack_for(recipe, stack)).reserved
-                if needs > room:
+                if needs > available:
                     break
                 for way in ways(recipe):
-                    consider(way, judge(needs, room).sure)
+                    consider(way, judge(needs, available).sure)
     mine = None
     if own and job.layout.world_size == cluster.gpus:
-        recipe = own_recipe(job, room, stack)
+        recipe = own_recipe(job, available, stack)
         found = predict(model, recipe, cluster, calibration=calibration, stack=stack)
-        mine = Choice(recipe, found, limit(found, room))
+        mine = Choice(recipe, found, limit(found, available))
         # Its microbatch or number of stages may not be among those searched.
         if found.fits:
             take(recipe, found)
@@ -211,15 +211,15 @@ def _ranked(choices: dict[tuple[int, int], Choice]) -> tuple[Choice, ...]:
     return tuple(sorted(choices.values(), key=lambda c: c.prediction.step_s))
 
 
-def own_recipe(job: Job, room: float | None, stack: str | Stack = "seatrial") -> Recipe:
-    """The job's own layout on a stack, with `room` bytes a GPU and without settings that the stack does not have."""
-    recipe = adapted(job, Recipe.of(job), room, stack)
+def own_recipe(job: Job, available: float | None, stack: str | Stack = "seatrial") -> Recipe:
+    """The job's own layout on a stack, for `available` bytes on a GPU and without settings that the stack does not have."""
+    recipe = adapted(job, Recipe.of(job), available, stack)
     return replace(recipe, async_tensor=overlaps(recipe, stack_for(recipe, stack)))
 
 
-def limit(found: Prediction, room: float) -> str:
+def limit(found: Prediction, available: float) -> str:
     """The largest loss of a layout, as text."""
-    if found.memory.reserved > room:
+    if found.memory.reserved > available:
         return "memory: it does not fit"
     worst = max(found.waterfall[1:], key=lambda s: s.share)
     return f"{worst.name}: {worst.share:.0%} of the step"
