@@ -326,7 +326,7 @@ def test_names_of_tests_have_at_most_60_characters() -> None:
 
 
 def test_the_glossary_names_files_that_are_there() -> None:
-    """Its questions, its ways and the new names; the old ones are not there any more."""
+    """Its questions and the new names; the old ones are not there any more."""
     text = read("docs/glossary.md")
     new = re.sub(r"^\| `[^|]*\|", "", text, flags=re.MULTILINE)
     named = set(re.findall(r"`((?:\w+/)+(?:\w+\.\w+)?)`", new))
