@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from seatrial.job.architecture import Architecture
 from seatrial.job.lora import LORA_TARGETS
@@ -10,17 +10,18 @@ from seatrial.job.lora import LORA_TARGETS
 _ATTENTION, _MLP = LORA_TARGETS[:4], LORA_TARGETS[4:]
 
 
-def trained_names(arch: Architecture, layers: Iterable[object] | None = None) -> list[str]:
+def trained_names(arch: Architecture, layers: Iterable[object] | None = None) -> Iterator[str]:
     """The names of all parameters that are trained, as `model/decoder.py` has them: with LoRA those of the adapters.
 
     `layers`: what stands for the numbers of the layers, if not all of them.
     """
-    ends = ["model.embed_tokens.weight", "model.norm.weight"]
-    ends += [] if arch.tie_word_embeddings else ["lm_head.weight"]
+    if arch.lora is None:
+        yield from ("model.embed_tokens.weight", "model.norm.weight")
+        if not arch.tie_word_embeddings:
+            yield "lm_head.weight"
     own = _of_layer(arch)
-    numbers = range(arch.num_hidden_layers) if layers is None else layers
-    inner = [f"model.layers.{number}.{name}" for number in numbers for name in own]
-    return inner if arch.lora is not None else ends + inner
+    for number in range(arch.num_hidden_layers) if layers is None else layers:
+        yield from (f"model.layers.{number}.{name}" for name in own)
 
 
 def _of_layer(arch: Architecture) -> list[str]:

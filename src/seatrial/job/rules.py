@@ -151,36 +151,43 @@ def _removed(keys: tuple[str, ...], shown: str, lr: float, decay: float) -> Iter
 
 
 def _groups(facts: Facts) -> Iterator[RuleViolation]:
-    arch = facts.architecture
-    names = trained_names(arch)
-    left = set(names)
-    for number, group in enumerate(facts.job.optimizer.groups):
-        keys = (f"optimizer.groups.{number}.match",)
+    groups, arch = facts.job.optimizer.groups, facts.architecture
+    patterns: dict[int, str] = {}
+    for number, group in enumerate(groups):
         with contextlib.suppress(UnreadableError):
-            matched = [name for name in names if fnmatchcase(name, group.match)]
-            if not matched:
-                what = "no parameter" if arch.lora is None else "[model.lora] trains only adapters, and none"
-                part = group.match.strip("*")
-                yield RuleViolation(
-                    keys,
-                    f'{what} is named "{group.match}"',
-                    f'names are compared whole: did you mean "*{part}*"?'
-                    if any(part in name for name in names)
-                    else _similar(group.match, trained_names(arch, "*")),
-                )
-            elif left.isdisjoint(matched):
-                yield RuleViolation(
-                    keys,
-                    f'earlier groups have all parameters that are named "{group.match}": the first that matches decides',
-                    "put it before them, or remove it",
-                )
-            left.difference_update(matched)
+            patterns[number] = group.match
             if not group.model_fields_set & {"lr_factor", "weight_decay"}:
                 yield RuleViolation(
-                    keys,
+                    (f"optimizer.groups.{number}.match",),
                     "a group without lr_factor and weight_decay has no effect",
                     "give one of them; lr_factor = 1.0 leaves the parameters as they are without groups",
                 )
+    matched: set[int] = set()
+    empty = set(patterns)
+    for name in trained_names(arch):
+        if not empty:
+            break
+        found = [number for number, pattern in patterns.items() if fnmatchcase(name, pattern)]
+        matched.update(found)
+        empty.difference_update(found[:1])
+    for number in sorted(empty):
+        pattern, keys = patterns[number], (f"optimizer.groups.{number}.match",)
+        if number in matched:
+            yield RuleViolation(
+                keys,
+                f'earlier groups have all parameters that are named "{pattern}": the first that matches decides',
+                "put it before them, or remove it",
+            )
+            continue
+        what = "no parameter" if arch.lora is None else "[model.lora] trains only adapters, and none"
+        part = pattern.strip("*")
+        yield RuleViolation(
+            keys,
+            f'{what} is named "{pattern}"',
+            f'names are compared whole: did you mean "*{part}*"?'
+            if any(part in name for name in trained_names(arch))
+            else _similar(pattern, list(trained_names(arch, "*"))),
+        )
 
 
 def _muon(facts: Facts) -> Iterator[RuleViolation]:

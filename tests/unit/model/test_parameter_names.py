@@ -22,4 +22,4 @@ def test_they_are_the_models(name: str) -> None:
 def test_with_lora_they_are_those_of_adapters() -> None:
     arch = replace(ARCHITECTURES["qwen2-mha"], lora=Lora(2, 4.0, ("q_proj", "down_proj")))
     assert sorted(trained_names(arch)) == sorted(filter(is_adapter, whole_shapes(arch)))
-    assert trained_names(arch, "*")[0] == "model.layers.*.self_attn.q_proj.lora_A.weight"
+    assert next(trained_names(arch, "*")) == "model.layers.*.self_attn.q_proj.lora_A.weight"
