@@ -127,6 +127,7 @@ BROKEN = [
     (FIRST, "weight_decay = 0.1", "weight_decay = inf", "inf", "finite"),
     (FIRST, "weight_decay = 0.1", "weight_decay = 400", "400", "must be at most 100"),
     (FIRST, "clip_norm = 1.0", "clip_norm = 1e-300", "1e-300", "clipped gradients would vanish"),
+    (FIRST, "clip_norm = 1.0", '[[optimizer.groups]]\nlr_factor = 0.5\nmatch = "norm"', '"norm"', 'no parameter is named "norm"'),
     (FIRST, "every_steps = 50", 'every_steps = "often"', '"often"', "expected a number of steps"),
     (FIRST, "keep = 3", "keep = 0", "0", "checkpoint.keep must be at least 1"),
     (FIRST, "keep = 3", 'keep = 3\nfolder = "/dev/null/saved"', '"/dev/null/saved"', "/dev/null is not a folder"),

@@ -36,7 +36,7 @@ from seatrial.job import loss_rows, parts
 from seatrial.job.architecture import Architecture
 from seatrial.job.layout import Layout
 from seatrial.job.lora import Lora
-from seatrial.job.schema import OptimizerSection
+from seatrial.job.schema import GroupSection, OptimizerSection
 from seatrial.model import lora
 from seatrial.model.hf import HuggingFaceWeights
 from seatrial.model.initialise import RandomWeights
@@ -332,13 +332,19 @@ def torchs_muon(
     """An update by torch.optim.Muon, of each expert as a matrix of its own, and torch.optim.AdamW."""
     matrices: dict[str, list[nn.Parameter]] = {}
     plain: list[dict[str, Any]] = []
+    hidden: list[dict[str, Any]] = []
     for name, p in whole.items():
+        group = settings.group_of(name) or GroupSection(match=name)
+        decay = settings.weight_decay if p.dim() > 1 else 0.0
+        decay = decay if group.weight_decay is None else group.weight_decay
+        own = {"params": [p], "factor": group.lr_factor, "weight_decay": decay}
         if p.dim() < 2 or "embed_tokens" in name or "lm_head" in name:
-            plain.append({"params": [p], "weight_decay": settings.weight_decay if p.dim() > 1 else 0.0})
+            plain.append(own)
         else:
             matrices[name] = [p] if p.dim() == 2 else [nn.Parameter(part) for part in p.detach()]
+            hidden.append({**own, "params": matrices[name]})
     muon = torch.optim.Muon(
-        [p for parts in matrices.values() for p in parts],
+        hidden,
         lr=settings.lr,
         weight_decay=settings.weight_decay,
         momentum=settings.momentum,
@@ -359,7 +365,7 @@ def torchs_muon(
                     part.grad = grad
         for optimizer, factor in ((muon, 1.0), (adamw, settings.adamw_lr_factor)):
             for group in optimizer.param_groups:
-                group["lr"] = lr * factor
+                group["lr"] = lr * factor * group["factor"]
             optimizer.step()
         for p in whole.values():
             p.grad = None

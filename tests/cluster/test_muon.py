@@ -33,6 +33,11 @@ pytestmark = [pytest.mark.cluster, pytest.mark.ci]
 
 MUON = {"name": "muon", "adamw_lr_factor": 0.5}
 ORIGINAL = {"name": "muon", "adjust_lr": "original", "nesterov": False, "momentum": 0.9}
+GROUPS = [
+    {"match": "*norm.weight", "weight_decay": 0.3},
+    {"match": "model.layers.[12].*", "lr_factor": 0.6},
+    {"match": "*embed_tokens*", "lr_factor": 1.7, "weight_decay": 0.0},
+]
 FULL = {"tensor": 2, "pipeline": 2, "shard": 2}
 EXPERTS = {"family": "qwen3_moe"}
 UPDATED: dict[str, dict[str, Any]] = {
@@ -46,14 +51,18 @@ UPDATED: dict[str, dict[str, Any]] = {
     "replicate2": {"layout": {"replicate": 2}},
     "replicate2-fsdp2": {"layout": {"replicate": 2, "shard": 2}, "optimizer": ORIGINAL},
     "replicate2-tp2": {"layout": {"replicate": 2, "tensor": 2}},
-    "tp2-pp2-fsdp2-tied": {"layout": FULL, "tied": True},
+    "tp2-pp2-fsdp2-tied": {"layout": FULL, "tied": True, "optimizer": {**MUON, "groups": GROUPS}},
     "interleaved": {"layout": {**LAYOUTS["pp2-interleaved"], "shard": 2}},
     "one-experts": {"layout": {}, **EXPERTS},
     "tp2-experts": {"layout": {"tensor": 2}, **EXPERTS, "optimizer": ORIGINAL},
     "fsdp3-experts": {"layout": {"shard": 3}, **EXPERTS},
     "replicate2-tp2-experts": {"layout": {"replicate": 2, "tensor": 2}, **EXPERTS},
     "tp2-pp2-fsdp2-experts": {"layout": FULL, **EXPERTS},
-    "ep2-tp2-fsdp2-experts": {"layout": {"tensor": 2, "shard": 4, "expert": 2}, **EXPERTS},
+    "ep2-tp2-fsdp2-experts": {
+        "layout": {"tensor": 2, "shard": 4, "expert": 2},
+        **EXPERTS,
+        "optimizer": {**MUON, "groups": GROUPS},
+    },
     "ep4-replicate2-experts": {"layout": {"replicate": 2, "shard": 4, "expert": 4}, **EXPERTS},
 }
 STEPS = 4

@@ -57,6 +57,13 @@ MOMENTUM = {"tied": False, "steps": 20, "optimizer": {"name": "momentum", "lr": 
 WITH_MOMENTUM: dict[str, dict[str, Any]] = {
     n: {} if n == "one" else LAYOUTS[n] for n in ("one", "fsdp2", "tp2-pp2-fsdp2")
 }
+# Stages and shards with all, some or none of a group's parameters; the tied embedding is in two stages.
+GROUPS = [
+    {"match": "*embed_tokens*", "lr_factor": 0.3, "weight_decay": 0.0},
+    {"match": "*norm.weight", "weight_decay": 0.5},
+    {"match": "model.layers.[12].*", "lr_factor": 2.0},
+]
+WITH_GROUPS = {"tied": True, "steps": 6, "optimizer": {"groups": GROUPS}}
 BF16_MOMENTS = {"tied": False, "steps": 20, "optimizer": {"name": "adamw_bf16"}}
 # Attention that ends at the begin of a document: whatever carries the bounds to the stages must be right in each.
 WITH_DOCUMENTS: dict[str, dict[str, Any]] = {
@@ -127,6 +134,7 @@ def _cases() -> list[dict[str, Any]]:
         {"name": "tp2-pp2-fsdp2-qwen3", "layout": full, "tied": True, "family": "qwen3"},
         *({"name": f"{n}-momentum", "layout": layout, **MOMENTUM} for n, layout in WITH_MOMENTUM.items()),
         *({"name": f"{n}-moments", "layout": layout, **BF16_MOMENTS} for n, layout in WITH_MOMENTUM.items()),
+        *({"name": f"{n}-groups", "layout": layout, **WITH_GROUPS} for n, layout in WITH_MOMENTUM.items()),
         {"name": "one-20-steps", "layout": {}, "tied": False, "steps": 20},
         {"name": "one-recompute", "layout": {}, "tied": False, "activation_checkpointing": "full"},
         {
@@ -314,6 +322,7 @@ FP32 += [f"{n}-untied" for n in UNTIED_ONLY]
 FP32 += ["tp2-qwen3", "tp2-pp2-fsdp2-qwen3", "one-recompute", "tp2-pp2-fsdp2-recompute", "tp2-fsdp2-compiled"]
 FP32 += [f"{n}-recompute" for n in RECOMPUTED]
 FP32 += [f"{n}-momentum" for n in WITH_MOMENTUM if n != "one"]
+FP32 += [f"{n}-groups" for n in WITH_MOMENTUM if n != "one"]
 FP32 += [*(f"{n}-sharded-untied" for n in SHARDED), "tp2-fsdp2-sharded-compiled"]
 FP32 += [f"{n}-experts" for n in WITH_EXPERTS if n != "one"]
 FP32 += [f"{n}-documents" for n in [*WITH_DOCUMENTS, "pp2-zero-bubble-fsdp2", "recompute", "compiled"]]
@@ -349,6 +358,7 @@ _CI = {
     *("tp2-pp2-fsdp2-tied", "tp2-pp2-fsdp2-selective-experts"),
     *("pp2-replicate2-fsdp2-sharded-untied", "fsdp2-sharded-experts"),
     *("pp2-zero-bubble-fsdp2-documents", "recompute-documents", "compiled-documents"),
+    *("tp2-pp2-fsdp2-groups", "fsdp2-groups"),
 }
 _each = partial(each_case, long=_LONG, ci=_CI)
 

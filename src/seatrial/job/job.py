@@ -204,7 +204,7 @@ def _origin(model: ModelSection) -> str | None:
 def _value(value: Any) -> str:
     """A TOML value. Strings as JSON writes them: the same escapes, with DEL added, which TOML forbids."""
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{k} = {_value(v)}" for k, v in value.items()) + " }"
+        return "{ " + ", ".join(f"{k} = {_value(v)}" for k, v in value.items() if v is not None) + " }"
     if isinstance(value, list):
         return "[" + ", ".join(map(_value, value)) + "]"
     if isinstance(value, str):

@@ -6,10 +6,12 @@ the layout of ranks are in `rules_layout.py`, about the data in `rules_data.py`.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -21,6 +23,7 @@ from seatrial.job.finding import Facts, RuleViolation
 from seatrial.job.huggingface import read_config
 from seatrial.job.numbers import divisors, either, near_multiples
 from seatrial.job.optimizers import MUON, optimizer_named
+from seatrial.job.parameters import trained_names
 from seatrial.job.partial import UnreadableError
 from seatrial.job.resolve import SIZES
 from seatrial.job.rules_data import DATA_RULES
@@ -126,13 +129,64 @@ def _rope_scaling(facts: Facts) -> Iterator[RuleViolation]:
 
 def _update_size(facts: Facts) -> Iterator[RuleViolation]:
     optimizer = facts.job.optimizer
-    lr, decay = optimizer.lr * max(1.0, optimizer.adamw_lr_factor), optimizer.weight_decay
+    lr = optimizer.lr * max(1.0, optimizer.adamw_lr_factor)
+    shown = f"lr {lr:g}{' (with adamw_lr_factor)' if lr > optimizer.lr else ''}"
+    yield from _removed(("optimizer.weight_decay", "optimizer.lr"), shown, lr, optimizer.weight_decay)
+    for number, group in enumerate(optimizer.groups):
+        with contextlib.suppress(UnreadableError):
+            keys = tuple(f"optimizer.groups.{number}.{key}" for key in ("weight_decay", "lr_factor"))
+            factor, decay = group.lr_factor, group.weight_decay
+            decay = optimizer.weight_decay if decay is None else decay
+            yield from _removed(keys, f"{shown} x lr_factor {factor:g}", lr * factor, decay)
+
+
+def _removed(keys: tuple[str, ...], shown: str, lr: float, decay: float) -> Iterator[RuleViolation]:
     if lr * decay >= 1:
         yield RuleViolation(
-            ("optimizer.weight_decay", "optimizer.lr"),
-            f"lr {lr:g}{' (with adamw_lr_factor)' if lr > optimizer.lr else ''} x weight_decay {decay:g} = {lr * decay:g} must be less "
-            "than 1: it is the fraction of each weight that one update removes",
+            keys,
+            f"{shown} x weight_decay {decay:g} = {lr * decay:g} must be less than 1: it is the fraction of each weight that one "
+            "update removes",
             "a common value is weight_decay = 0.1",
+        )
+
+
+def _groups(facts: Facts) -> Iterator[RuleViolation]:
+    groups, arch = facts.job.optimizer.groups, facts.architecture
+    patterns: dict[int, str] = {}
+    for number, group in enumerate(groups):
+        with contextlib.suppress(UnreadableError):
+            patterns[number] = group.match
+            if not group.model_fields_set & {"lr_factor", "weight_decay"}:
+                yield RuleViolation(
+                    (f"optimizer.groups.{number}.match",),
+                    "a group without lr_factor and weight_decay has no effect",
+                    "give one of them; lr_factor = 1.0 leaves the parameters as they are without groups",
+                )
+    matched: set[int] = set()
+    empty = set(patterns)
+    for name in trained_names(arch):
+        if not empty:
+            break
+        found = [number for number, pattern in patterns.items() if fnmatchcase(name, pattern)]
+        matched.update(found)
+        empty.difference_update(found[:1])
+    for number in sorted(empty):
+        pattern, keys = patterns[number], (f"optimizer.groups.{number}.match",)
+        if number in matched:
+            yield RuleViolation(
+                keys,
+                f'earlier groups have all parameters that are named "{pattern}": the first that matches decides',
+                "put it before them, or remove it",
+            )
+            continue
+        what = "no parameter" if arch.lora is None else "[model.lora] trains only adapters, and none"
+        part = pattern.strip("*")
+        yield RuleViolation(
+            keys,
+            f'{what} is named "{pattern}"',
+            f'names are compared whole: did you mean "*{part}*"?'
+            if any(part in name for name in trained_names(arch))
+            else _similar(pattern, list(trained_names(arch, "*"))),
         )
 
 
@@ -495,6 +549,7 @@ RULES: tuple[Rule, ...] = (
     _experts,
     _rope_scaling,
     _update_size,
+    _groups,
     _muon,
     _clip,
     _moments,

@@ -86,6 +86,7 @@ class _Scanner:
             self.arrays[path] = self.arrays.get(path, -1) + 1
         if path in self.arrays:
             path = (*path, self.arrays[path])
+            self.found.values.setdefault(path, parts[-1][1])
         return path
 
     def _key(self) -> list[tuple[str, Span]]:

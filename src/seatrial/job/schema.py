@@ -6,6 +6,7 @@ The limits of single keys are here. Rules between keys are in `rules.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -411,6 +412,21 @@ class TrainSection(Section):
         return min(available, self.validate_samples or VALIDATION_BATCHES * self.global_batch)
 
 
+class GroupSection(Section):
+    """Parameters with a learning rate or weight decay of their own: an entry of `optimizer.groups`."""
+
+    match: Text = Field(
+        description='names of the model\'s parameters, `*` for any characters: "*norm.weight", "model.embed_tokens.weight"'
+    )
+    lr_factor: Annotated[float, Field(ge=0, le=1000)] = Field(
+        default=1.0, description="factor on the learning rate of the schedule; 0: they stay as they are"
+    )
+    weight_decay: Annotated[float, Field(ge=0, le=100)] | None = Field(
+        default=None,
+        description="in place of optimizer.weight_decay, also for norms and biases; if missing, theirs as without a group",
+    )
+
+
 MUON_KEYS = ("momentum", "nesterov", "adjust_lr", "adamw_lr_factor")  # of [optimizer]
 
 
@@ -460,6 +476,14 @@ class OptimizerSection(Section):
     clip_norm: Annotated[float, Field(ge=0, le=1_000_000)] = Field(
         default=1.0, description="largest global gradient norm; 0: no clipping"
     )
+    groups: list[GroupSection] = Field(
+        default=[],
+        description="parameters with a learning rate or weight decay of their own: of several groups that match, the first",
+    )
+
+    def group_of(self, name: str) -> GroupSection | None:
+        """The group of the parameter called `name`."""
+        return next((group for group in self.groups if fnmatchcase(name, group.match)), None)
 
     @model_serializer(mode="wrap")
     def _named_if_another(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -468,6 +492,7 @@ class OptimizerSection(Section):
         without = {"name"} if self.name == ADAMW.name else set()
         without |= set() if self.name == MUON.name else set(MUON_KEYS)
         without |= {"decay_form"} if self.decay_form == "linear" else set()
+        without |= set() if self.groups else {"groups"}
         return {key: value for key, value in values.items() if key not in without}
 
 

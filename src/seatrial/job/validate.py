@@ -121,22 +121,30 @@ def validate(source: Source) -> tuple[JobFile, list[Diagnostic]]:
 def _read_section(
     source: Source, name: str, section: type[Section], raw: dict[str, Any], problems: list[Diagnostic]
 ) -> Any:
+    read, details = _read(section, raw)
+    problems += [_translate(source, (name, *d["loc"]), d) for d in details]
+    return read
+
+
+def _read(section: type[Section], raw: Any) -> tuple[Any, list[ErrorDetails]]:
+    """The section, or what of it is readable, and what is wrong with it."""
     try:
-        return section.model_validate(raw)
+        return section.model_validate(raw), []
     except ValidationError as error:
         details = error.errors(include_url=False)
-    problems += [_translate(source, (name, *d["loc"]), d) for d in details]
-    bad = {d["loc"][0] for d in details}
+    bad = {d["loc"][0] for d in details if d["loc"]}
     readable: dict[str, Any] = {}
-    for key, field in section.model_fields.items():
-        if key in bad:
-            continue
+    for key, field in section.model_fields.items() if isinstance(raw, dict) else ():
         inner = _section_type(field.annotation)
-        if key not in raw:
+        if inner is not None and _takes_list(field.annotation) and isinstance(raw.get(key), list):
+            readable[key] = [_read(inner, item)[0] for item in raw[key]]
+        elif key in bad:
+            continue
+        elif key not in raw:
             readable[key] = field.get_default()
         else:
             readable[key] = raw[key] if inner is None else inner.model_validate(raw[key])
-    return Partial(readable)
+    return Partial(readable), details
 
 
 def _field_problems(source: Source, name: str) -> list[Diagnostic]:
@@ -167,17 +175,27 @@ def _translate(source: Source, path: Path, error: ErrorDetails) -> Diagnostic:
     if kind == "extra_forbidden":
         model: type[Section] | None = SECTIONS[str(path[0])]
         for part in path[1:-1]:
-            model = _section_type(model.model_fields[str(part)].annotation) if model else None
+            if not isinstance(part, int):
+                model = _section_type(model.model_fields[part].annotation) if model else None
         return _unknown(source, path, model or JobFile)
-    name = ".".join(str(part) for part in path if not isinstance(part, int))
-    name += "".join(f"[{part}]" for part in path if isinstance(part, int))
     if kind == "missing":
         return source.key_place(path[:-1]).diagnostic(
-            f"[{'.'.join(map(str, path[:-1]))}] is missing the key `{path[-1]}`",
-            f"add it below the section's header: {path[-1]} = {_EXAMPLES.get(name, '...')}",
+            f"{_header(path[:-1])} is missing the key `{path[-1]}`",
+            f"add it below the section's header: {path[-1]} = {_EXAMPLES.get(_keys(path), '...')}",
         )
-    message, hint = _words(name, kind, error)
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    message, hint = _words(name.removeprefix("."), kind, error)
     return source.value_place(path).diagnostic(message, hint)
+
+
+def _keys(path: Path) -> str:
+    """`path` with dots, without indexes."""
+    return ".".join(part for part in path if isinstance(part, str))
+
+
+def _header(path: Path) -> str:
+    """The header of the section at `path`, or of a list's."""
+    return f"[[{_keys(path)}]]" if isinstance(path[-1], int) else f"[{_keys(path)}]"
 
 
 def _without_tags(path: Path) -> Path:
@@ -211,6 +229,7 @@ _EXAMPLES = {
     "train.global_batch": "256",
     "optimizer.lr": "3e-4",
     "checkpoint.every_steps": "500",
+    "optimizer.groups.match": '"*norm.weight"',
     "data.train": '"builtin:python-library"',
 }
 
@@ -221,7 +240,8 @@ def _words(name: str, kind: str, error: ErrorDetails) -> tuple[str, str | None]:
     if huge := _huge(value):
         return f"{name}: {huge}", "TOML integers have 64 bits"
     if kind in _EXPECTED:
-        return f"{name}: expected {_EXPECTED[kind]}, found {_describe(value)}", _type_hint(kind, value)
+        hint = f"write [[{name}]] above each" if name == "optimizer.groups" else _type_hint(kind, value)
+        return f"{name}: expected {_EXPECTED[kind]}, found {_describe(value)}", hint
     if kind == "literal_error":
         options = [o.strip().strip("'") for o in context["expected"].replace(" or ", ", ").split(", ")]
         close = difflib.get_close_matches(str(value), options, n=1)
@@ -299,7 +319,7 @@ def _limit(value: float) -> str:
 
 def _unknown(source: Source, path: Path, model: type[Section]) -> Diagnostic:
     """A problem about an unknown key, with similar keys here or in another section."""
-    key, section = str(path[-1]), ".".join(map(str, path[:-1]))
+    key, section = str(path[-1]), _keys(path[:-1])
     names = list(model.model_fields)
     homes = [f"[{s}]" for s, m in SECTIONS.items() if key in m.model_fields and s != section]
     close = difflib.get_close_matches(key, names, n=1)
@@ -322,7 +342,7 @@ def _unknown(source: Source, path: Path, model: type[Section]) -> Diagnostic:
         else:
             hints.append(f"known keys: {', '.join(names)}")
     if section:
-        message = f"unknown key `{key}` in [{section}]"
+        message = f"unknown key `{key}` in {_header(path[:-1])}"
     elif isinstance(source.values.get(key), dict):
         message = f"unknown section [{key}]"
     else:

@@ -203,11 +203,11 @@ class ShardedMuon(ShardedAdamW):
             values, momentum, gradient = slot.parameter, slot.state["momentum"], slot.parameter.grad
             if gradient is None:
                 continue
-            decay = settings.weight_decay if slot.decays else 0.0
+            own_lr = lr * slot.lr_factor
             new = momentum.lerp(gradient, 1 - settings.momentum)
             momentum.copy_(torch.where(refused, momentum, new))
-            step = -lr * self._adjusted(slot.shard.whole)
-            new = torch.add(values * (1 - lr * decay), self._directions[number], alpha=step)
+            step = -own_lr * self._adjusted(slot.shard.whole)
+            new = torch.add(values * (1 - own_lr * slot.weight_decay), self._directions[number], alpha=step)
             values.copy_(torch.where(refused, values, new))
         self._count.copy_(torch.where(refused, self._count, self._count + 1))
 

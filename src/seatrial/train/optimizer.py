@@ -23,11 +23,20 @@ class _Slot:
     shard: Shard
     parameter: nn.Parameter  # the shard's values as an ordinary parameter, sharing its memory
     state: dict[str, Tensor]
+    lr_factor: float  # on the learning rate of the schedule
+    weight_decay: float
 
-    @property
-    def decays(self) -> bool:
-        """Weight decay applies to matrices (embeddings included), not to norms and biases."""
-        return len(self.shard.whole) >= 2
+
+def _rates(shard: Shard, settings: OptimizerSection) -> tuple[float, float]:
+    """(factor on the learning rate, weight decay) of a parameter.
+
+    Weight decay applies to matrices (embeddings included), not to norms and biases, unless their group has its own.
+    """
+    group = settings.group_of(shard.name)
+    usual = settings.weight_decay if len(shard.whole) >= 2 else 0.0
+    if group is None:
+        return 1.0, usual
+    return group.lr_factor, usual if group.weight_decay is None else group.weight_decay
 
 
 def build_optimizer(
@@ -63,6 +72,7 @@ class ShardedOptimizer(ABC):
                 s,
                 nn.Parameter(s.local),
                 {key: torch.zeros_like(s.local, dtype=dtype) for key in known.states_of(s.name, s.whole)},
+                *_rates(s, settings),
             )
             for s in shards
             if s.local.numel() and s.trained
@@ -77,7 +87,10 @@ class ShardedOptimizer(ABC):
 
     @abstractmethod
     def _apply(self, lr: float) -> None:
-        """Update every slot with its parameter's gradient; change nothing, counts included, where `_refused` is 1."""
+        """Update every slot with its parameter's gradient; change nothing, counts included, where `_refused` is 1.
+
+        `lr`: the schedule's; a slot has its factor on it and its weight decay.
+        """
 
     def state(self) -> list[tuple[str, Shard, Tensor]]:
         """(name of the state, its shard, local values): what a checkpoint saves and restores."""
@@ -147,12 +160,11 @@ class ShardedAdamW(ShardedOptimizer):
     def __init__(self, shards: list[Shard], settings: OptimizerSection) -> None:
         super().__init__(shards, settings)
         own = [s for s in self._slots if s.state.keys() == set(ADAMW.states)]
-        decayed = [s.parameter for s in own if s.decays]
-        plain = [s.parameter for s in own if not s.decays]
-        groups = [{"params": decayed, "weight_decay": settings.weight_decay}]
-        groups.append({"params": plain, "weight_decay": 0.0})
+        alike: dict[tuple[float, float], list[nn.Parameter]] = {}
+        for slot in own:
+            alike.setdefault((slot.lr_factor, slot.weight_decay), []).append(slot.parameter)
         self._adamw = torch.optim.AdamW(
-            [g for g in groups if g["params"]],
+            [{"params": p, "lr_factor": f, "weight_decay": decay} for (f, decay), p in alike.items()],
             lr=settings.lr,
             betas=(settings.beta1, settings.beta2),
             eps=settings.eps,
@@ -169,7 +181,7 @@ class ShardedAdamW(ShardedOptimizer):
 
     def _apply(self, lr: float) -> None:
         for group in self._adamw.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["lr_factor"]
         self._adamw.step()
 
 
@@ -197,7 +209,8 @@ class ElementwiseOptimizer(ShardedOptimizer):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The new values and states, of any precision. Leaves its arguments unchanged. `count`: of this update, from 1.
 
-        It may get a part of a parameter, with the same part of its gradient and states.
+        It may get a part of a parameter, with the same part of its gradient and states. `lr` and `decay` are those of the
+        parameter's group.
         """
 
     def counts(self) -> list[Tensor]:
@@ -210,12 +223,12 @@ class ElementwiseOptimizer(ShardedOptimizer):
             gradient = slot.parameter.grad
             if gradient is None:
                 continue
-            decay = self.settings.weight_decay if slot.decays else 0.0
+            own_lr = lr * slot.lr_factor
             rows = max(1, _PART * len(gradient) // gradient.numel())
             tensors = (slot.parameter, gradient, *slot.state.values())
             for values, part, *states in zip(*(t.split(rows) for t in tensors), strict=True):
                 kept = dict(zip(slot.state, states, strict=True))
-                new = self.rule(values, part, kept, lr=lr, decay=decay, count=count)
+                new = self.rule(values, part, kept, lr=own_lr, decay=slot.weight_decay, count=count)
                 # Selected on the device, without a host sync; a refused update may contain NaN.
                 values.copy_(torch.where(refused, values, new[0]))
                 for key, state in kept.items():

@@ -416,10 +416,15 @@ def test_experts_belong_to_a_family_that_has_them() -> None:
 
 
 def test_later_optimizer_keys_leave_older_runs_as_they_were() -> None:
-    later = {f"optimizer.{key}" for key in ("name", "decay_form", *MUON_KEYS)}
+    later = {f"optimizer.{key}" for key in ("name", "decay_form", "groups", *MUON_KEYS)}
     adamw, muon = load(GOOD), load(GOOD, "optimizer.name=muon")
     assert not later & adamw.identity().keys()
-    assert later - {"optimizer.decay_form"} <= muon.identity().keys()
+    assert later - {"optimizer.decay_form", "optimizer.groups"} <= muon.identity().keys()
     assert load(GOOD, "optimizer.name=muon", "optimizer.nesterov=false").identity() != muon.identity()
-    for job in (adamw, muon, load(GOOD, "optimizer.decay=wsd", "optimizer.decay_form=1-sqrt")):
+    groups = [
+        load(GOOD, f"optimizer.groups=[{{match='*norm*', weight_decay={decay}}}]") for decay in (0.1, 0.2)
+    ]
+    assert groups[0].identity() != groups[1].identity()
+    assert "optimizer.groups" in groups[0].identity()
+    for job in (adamw, muon, groups[0], load(GOOD, "optimizer.decay=wsd", "optimizer.decay_form=1-sqrt")):
         assert load(job.to_toml()).identity() == job.identity()

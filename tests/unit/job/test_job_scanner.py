@@ -162,4 +162,6 @@ def test_arrays_of_tables() -> None:
     positions = scan(text)
     assert set(positions.keys) == key_paths(tomllib.loads(text))
     assert positions.keys["a", 0, "b", 1, "y"].line == 6
+    assert (positions.values["a", 0, "b", 1].line, positions.values["a", 0, "b", 1].column) == (5, 5)
+    assert positions.values["a", 1].line == 9
     assert positions.keys["a", 1, "b", 0, "y"].line == 11

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from seatrial.base.box import Box
 from seatrial.job.layout import Layout
 from seatrial.job.optimizers import MUON
-from seatrial.job.schema import OptimizerSection
+from seatrial.job.schema import GroupSection, OptimizerSection
 from seatrial.parallel.build import Shard
 from seatrial.train.muon import ShardedMuon, divide, orthogonalise
 
@@ -105,6 +105,22 @@ def test_an_update_is_torchs(nesterov: bool, adjust: str) -> None:
             assert torch.equal(s.local, whole[s.name]), s.name
         else:
             torch.testing.assert_close(s.local, whole[s.name].detach(), rtol=1e-6, atol=1e-7)
+
+
+def test_a_group_trains_as_all_do_with_its_settings() -> None:
+    """Matrices and what AdamW updates; the others as without groups."""
+    usual = OptimizerSection(name="muon", lr=1e-2, adamw_lr_factor=0.1)
+    names = ("*.mlp.*", "*embed*")
+    groups = [GroupSection(match=name, lr_factor=0.5, weight_decay=0.7) for name in names]
+    runs = []
+    for changed, lr in (({"groups": groups}, 1e-2), ({"weight_decay": 0.7}, 5e-3), ({}, 1e-2)):
+        own = shards(values(0))
+        steps(ShardedMuon(own, usual.model_copy(update=changed), mesh()), own, range(1, 4), lr=lr)
+        runs.append(own)
+    for grouped, alone, without in zip(*runs, strict=True):
+        inside = "mlp" in grouped.name or "embed" in grouped.name
+        assert torch.equal(grouped.local, (alone if inside else without).local), grouped.name
+        assert not torch.equal(alone.local, without.local)
 
 
 @pytest.mark.parametrize("scale", [None, float("nan"), 0.0])

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from seatrial.base.box import Box
-from seatrial.job.schema import OptimizerSection
+from seatrial.job.schema import GroupSection, OptimizerSection
 from seatrial.parallel.build import Shard
 from seatrial.train import optimizer as optimizers
 from seatrial.train.optimizer import Bf16AdamW, Lion, ShardedAdamW, ShardedOptimizer
@@ -109,6 +109,60 @@ def test_lion_is_the_papers() -> None:
     for (kind, _, values), momentum in zip(sharded.state(), momenta, strict=True):
         assert kind == "exp_avg"
         torch.testing.assert_close(values.double(), momentum, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("names", [("w", "norm"), ("norm", "w")])
+def test_groups_are_those_of_torch(names: tuple[str, str]) -> None:
+    """Bit for bit; of a norm too, which decays only because its group does."""
+    groups = [
+        GroupSection(match="w", lr_factor=0.3, weight_decay=0.7),
+        GroupSection(match="*o*", lr_factor=1.7, weight_decay=0.2),
+    ]
+    ours, theirs = (
+        dict(zip(("w", "norm"), make(), strict=True)),
+        dict(zip(("w", "norm"), make(), strict=True)),
+    )
+    shards = [shard(name, ours[name]) for name in names]
+    sharded = ShardedAdamW(shards, SETTINGS.model_copy(update={"groups": groups}))
+    peer = torch.optim.AdamW(
+        [
+            {"params": [theirs["w"]], "weight_decay": 0.7},
+            {"params": [theirs["norm"]], "weight_decay": 0.2},
+        ],
+        betas=(0.9, 0.95),
+        fused=True,
+    )
+    for step, lr in enumerate((1e-2, 7e-3, 2e-3)):
+        for p, q, g in zip(ours.values(), theirs.values(), gradients(step), strict=True):
+            p.grad, q.grad = g.clone(), g.clone()
+        for group, factor in zip(peer.param_groups, (0.3, 1.7), strict=True):
+            group["lr"] = lr * factor
+        sharded.update(lr, None)
+        peer.step()
+    assert all(torch.equal(ours[name], theirs[name]) for name in names)
+
+
+@pytest.mark.parametrize(("kind", "settings"), [(ShardedAdamW, SETTINGS), (Bf16AdamW, BF16), (Lion, LION)])
+def test_a_group_trains_as_alone(kind: type[ShardedOptimizer], settings: OptimizerSection) -> None:
+    """As all parameters do with its weight decay and so much of the learning rate; the others as without groups."""
+    group = GroupSection(match="b", lr_factor=0.3, weight_decay=0.7)
+    both, alone = [make()[0] for _ in "ab"], [make()[0] for _ in "ab"]
+    grouped = kind(
+        [shard(name, p) for name, p in zip("ab", both, strict=True)],
+        settings.model_copy(update={"groups": [group]}),
+    )
+    others = [
+        kind([shard("a", alone[0])], settings),
+        kind([shard("b", alone[1])], settings.model_copy(update={"weight_decay": 0.7})),
+    ]
+    for step in range(3):
+        for p in (*both, *alone):
+            p.grad = gradients(step)[0].clone()
+        grouped.update(1e-2, None)
+        for other, factor in zip(others, (1.0, 0.3), strict=True):
+            other.update(1e-2 * factor, None)
+    assert all(torch.equal(p, q) for p, q in zip(both, alone, strict=True))
+    assert not torch.equal(*both)
 
 
 def test_replicated_parameters_count_once_in_the_norm() -> None:
