@@ -789,6 +789,44 @@ class MonitorFailed(Message):
 FromMonitor = MonitorAlert | MonitorFailed
 
 
+# -- agent -> its telemetry process
+
+
+@dataclass(frozen=True)
+class Readings(Message):
+    """What a probe has read: replaces all that this source had before."""
+
+    op = "readings"
+    source: str
+    values: dict[str, float]  # by series: record/series.py
+
+
+@dataclass(frozen=True)
+class Coordinates(Message):
+    """Whether its agent coordinates."""
+
+    op = "coordinates"
+    coordinates: bool
+
+
+ToTelemetry = Readings | Coordinates
+
+
+# -- telemetry process -> agent
+
+
+@dataclass(frozen=True)
+class TelemetryFailed(Message):
+    """Something that it does for the run fails: a warning event."""
+
+    op = "failed"
+    what: str  # "record" or "serve"
+    message: str
+
+
+FromTelemetry = TelemetryFailed
+
+
 # -- launcher -> agent
 
 
