@@ -12,6 +12,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import pytest
 from seatrial.base.errors import InputError
 from seatrial.check.blame.rounds import Round
 from seatrial.check.live import ib_pair
+from seatrial.check.live import messages as msg
 from seatrial.check.live.agent_pool import AgentPool, Reply
 from seatrial.check.live.hosts import LOOPBACK, SSH, Host
 
@@ -28,20 +30,28 @@ pytestmark = pytest.mark.cluster
 
 _MARK = "SEATRIAL_TEST_CHECK"
 WITHIN_S = 30.0
-SPEC: dict[str, Any] = {
-    "world": 2,
-    "gpus": [0],
-    "device": "cpu",
-    "backend": "gloo",
-    "store": None,
-    "listen": LOOPBACK,
-    "interface": None,
-    "toward": LOOPBACK,
-    "flows": [[0, 1, 0], [1, 0, 1]],
-    "seconds": {"flow": 0.3, "sum": 0.1, "stall": 20.0},
-    "sizes": [65536],
-    "hca": None,
-}
+FIRST = msg.RunRanks(
+    ranks=[0],
+    gpus=[0],
+    world_size=2,
+    device="cpu",
+    backend="gloo",
+    store=None,
+    listen=LOOPBACK,
+    interface=None,
+    toward=LOOPBACK,
+    flows=[[0, 1, 0], [1, 0, 1]],
+    sizes=[65536],
+    durations=msg.Durations(flow_s=0.3, sum_s=0.1, stall_s=20.0),
+    hca=None,
+)
+
+
+@dataclass(frozen=True)
+class Dance(msg.Order[msg.Clock]):
+    """Of another version."""
+
+    op = "dance"
 
 
 @pytest.fixture
@@ -85,84 +95,81 @@ def host(mark: str, *prefix: str) -> Host:
     return Host("node", LOOPBACK, prefix, environment={_MARK: mark})
 
 
-def ask(agent_pool: AgentPool, order: dict[str, Any], limit_s: float = WITHIN_S) -> Reply:
+def ask(agent_pool: AgentPool, order: msg.Order[msg.Answer], limit_s: float = WITHIN_S) -> Reply[msg.Answer]:
     return agent_pool.ask({(0, 0): order}, limit_s=limit_s)[0, 0]
 
 
 def test_tools_end_hang_and_are_absent(mark: str) -> None:
     with AgentPool([host(mark)]) as agent_pool:
         assert agent_pool.greet(WITHIN_S)[0].alive
-        ended = ask(agent_pool, {"do": "run", "argv": ["sh", "-c", "echo out; echo err >&2; exit 3"]})
+        ended = ask(agent_pool, msg.RunTool(["sh", "-c", "echo out; echo err >&2; exit 3"]))
         assert ended.value is not None
-        assert (ended.value["rc"], ended.value["out"], ended.value["err"]) == (3, "out\n", "err\n")
-        assert ask(agent_pool, {"do": "run", "argv": ["no-such-tool"]}).value == {"absent": True}
+        assert (ended.value.rc, ended.value.out, ended.value.err) == (3, "out\n", "err\n")
+        assert ask(agent_pool, msg.RunTool(["no-such-tool"])).value == msg.ToolResult(None)
         begin = time.monotonic()
         # What it has started hangs as well, and holds its output open.
-        hung = ask(agent_pool, {"do": "run", "argv": ["sh", "-c", "echo at work >&2; sleep 600 & wait"]}, 1.0)
+        hung = ask(agent_pool, msg.RunTool(["sh", "-c", "echo at work >&2; sleep 600 & wait"]), 1.0)
         assert (hung.value, hung.alive) == (None, True)
         assert hung.problem == "did not end within 1 s; stderr: at work"
         assert time.monotonic() - begin < WITHIN_S
-        strange = ask(agent_pool, {"do": "dance"})
+        strange = ask(agent_pool, Dance())
         assert (strange.alive, "unknown order" in strange.problem) == (True, True)
-        assert ask(agent_pool, {"do": "ping"}).alive
+        assert ask(agent_pool, msg.Ping()).alive
 
 
 def test_a_server_is_reported_once_it_listens(mark: str) -> None:
     serve = "import socket, sys; s = socket.create_server(('', int(sys.argv[1]))); s.accept()"
-    heard: list[dict[str, Any]] = []
+    heard: list[int] = []
     with AgentPool([host(mark)]) as agent_pool:
         agent_pool.greet(WITHIN_S)
-        offered = ask(agent_pool, {"do": "port", "count": 1}).value
+        offered = ask(agent_pool, msg.FindPorts(1)).value
         assert offered is not None
-        (port,) = offered["ports"]
+        (port,) = offered.ports
         argv = [sys.executable, "-c", serve, str(port)]
 
-        def connect(key: tuple[int, int], note: Any) -> dict[tuple[int, int], dict[str, Any]]:
-            heard.append(dict(note))
-            return {(0, 1): {"do": "reach", "targets": [[LOOPBACK, port]]}}
+        def connect(key: tuple[int, int], port: int) -> dict[tuple[int, int], msg.Order[Any]]:
+            heard.append(port)
+            return {(0, 1): msg.Reach([msg.Endpoint(LOOPBACK, port)])}
 
-        replies = agent_pool.ask(
-            {(0, 0): {"do": "run", "argv": argv, "listen": port}}, limit_s=WITHIN_S, note=connect
-        )
-    assert heard == [{"listening": port}]
+        orders: dict[tuple[int, int], msg.Order[Any]] = {(0, 0): msg.RunTool(argv, port)}
+        replies = agent_pool.ask(orders, limit_s=WITHIN_S, listening=connect)
+    assert heard == [port]
     assert {key: reply.value is not None for key, reply in replies.items()} == {(0, 0): True, (0, 1): True}
 
 
 def test_a_rank_whose_partner_never_comes_fails_in_time(mark: str) -> None:
-    spec = {**SPEC, "ranks": [0], "seconds": {**SPEC["seconds"], "stall": 3.0}}
+    order = replace(FIRST, durations=replace(FIRST.durations, stall_s=3.0))
     with AgentPool([host(mark)]) as agent_pool:
         agent_pool.greet(WITHIN_S)
-        ask(agent_pool, {"do": "prepare"}, 120.0)
-        reply = agent_pool.ask(
-            {(0, 0): {"do": "ranks", "spec": spec}}, limit_s=60.0, note=lambda key, note: {}
-        )[0, 0]
+        ask(agent_pool, msg.Prepare(), 120.0)
+        reply = agent_pool.ask({(0, 0): order}, limit_s=60.0, listening=lambda key, port: {})[0, 0]
         assert reply.value is not None
-        (rank,) = reply.value["ranks"]
-        assert rank["failed"] == "no data received for 3 s"
-        assert ask(agent_pool, {"do": "ping"}).alive
+        (rank,) = reply.value.ranks
+        assert rank.failed == "no data received for 3 s"
+        assert ask(agent_pool, msg.Ping()).alive
 
 
 def test_when_one_rank_is_killed_the_other_is_called_back(mark: str) -> None:
-    def killed(key: tuple[int, int], note: Any) -> dict[tuple[int, int], dict[str, Any]]:
-        spec = {**SPEC, "ranks": [1], "store": [LOOPBACK, note["port"]], "backend": "no-such-backend"}
-        return {(1, 0): {"do": "ranks", "spec": spec}}
+    def killed(key: tuple[int, int], port: int) -> dict[tuple[int, int], msg.RunRanks]:
+        store = msg.Endpoint(LOOPBACK, port)
+        return {(1, 0): replace(FIRST, ranks=[1], store=store, backend="no-such-backend")}
 
     with AgentPool([host(mark), host(mark)]) as agent_pool:
         agent_pool.greet(WITHIN_S)
-        agent_pool.ask({(n, 0): {"do": "prepare"} for n in (0, 1)}, limit_s=120.0)
+        agent_pool.ask({(n, 0): msg.Prepare() for n in (0, 1)}, limit_s=120.0)
         begin = time.monotonic()
         replies = agent_pool.ask(
-            {(0, 0): {"do": "ranks", "spec": {**SPEC, "ranks": [0]}}},
+            {(0, 0): FIRST},
             limit_s=120.0,
-            note=killed,
-            failed=lambda reply: reply.value is None or "failed" in reply.value["ranks"][0],
+            listening=killed,
+            failed=lambda reply: reply.value is None or bool(reply.value.ranks[0].failed),
         )
-        assert time.monotonic() - begin < SPEC["seconds"]["stall"]
+        assert time.monotonic() - begin < FIRST.durations.stall_s
     first, second = replies[0, 0].value, replies[1, 0].value
     assert first is not None
     assert second is not None
-    assert first["ranks"][0]["failed"] == "cancelled: its partner failed"
-    assert "no-such-backend" in second["ranks"][0]["failed"].lower()
+    assert first.ranks[0].failed == "cancelled: its partner failed"
+    assert "no-such-backend" in second.ranks[0].failed.lower()
 
 
 # What perftest does as far as its callers see: the server waits for its client, both print the result.
@@ -213,13 +220,12 @@ def test_nothing_outlives_an_agent(mark: str, how: str) -> None:
     agent_pool = AgentPool([host(mark)])
     with agent_pool:
         agent_pool.greet(WITHIN_S)
-        ask(agent_pool, {"do": "prepare"}, 120.0)
+        ask(agent_pool, msg.Prepare(), 120.0)
         line = agent_pool.lines[0]
         assert line.process is not None
-        line.send(
-            {"id": 90, "do": "run", "argv": ["sh", "-c", "setsid sleep 600 & sleep 600"], "limit_s": 600}
-        )
-        line.send({"id": 91, "do": "ranks", "spec": {**SPEC, "ranks": [0]}, "limit_s": 600})
+        tool = msg.RunTool(["sh", "-c", "setsid sleep 600 & sleep 600"])
+        for order in (tool, FIRST):
+            agent_pool.send(0, order, 600.0)
         until = time.monotonic() + WITHIN_S
         while len(living(mark)) < 6:  # agent, what forks ranks, a rank, sh, two of sleep
             assert time.monotonic() < until, living(mark)
@@ -246,7 +252,28 @@ def test_what_a_login_prints_does_not_matter(mark: str) -> None:
     noisy = ("sh", "-c", 'echo "Welcome {to} node7"; echo "{}"; exec "$@"', "sh")
     with AgentPool([host(mark, *noisy)]) as agent_pool:
         assert agent_pool.greet(WITHIN_S)[0].alive
-        assert ask(agent_pool, {"do": "ping"}).alive
+        assert ask(agent_pool, msg.Ping()).alive
+
+
+# An agent of another version: it says more, and answers otherwise.
+NEWER = """\
+import json, sys
+hello = {"version": "9", "python": "3", "pid": 1, "host": "a", "machine": "b", "port": 2, "gpus": 0, "rdma": [], "new": 1}
+print(json.dumps({"hello": hello}), flush=True)
+for line in sys.stdin:
+    number = json.loads(line)["ask"]["id"]
+    print(json.dumps({"done": {"id": number, "answer": {"clock": {"clock": 1.0, "zone": "UTC"}}}}), flush=True)
+"""
+
+
+def test_an_agent_of_another_version_can_say_which(mark: str) -> None:
+    with AgentPool([host(mark, sys.executable, "-c", NEWER)]) as agent_pool:
+        greeting = agent_pool.greet(WITHIN_S)[0]
+        assert greeting.value is not None
+        assert greeting.value.version == "9"
+        reply = ask(agent_pool, msg.Ping())
+    assert (reply.value, reply.alive) == (None, True)
+    assert reply.problem == "an unknown reply: clock: `zone` is unknown"
 
 
 @pytest.mark.parametrize(
@@ -268,7 +295,7 @@ def test_the_reason_is_reported_if_an_agent_does_not_start(
         first, second = agent_pool.greet(WITHIN_S).values()
         assert (first.alive, second.alive) == (False, True)
         assert words in first.problem
-        replies = agent_pool.ask({(n, 0): {"do": "ping"} for n in (0, 1)}, limit_s=WITHIN_S)
+        replies = agent_pool.ask({(n, 0): msg.Ping() for n in (0, 1)}, limit_s=WITHIN_S)
         assert [r.alive for r in replies.values()] == [False, True]
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import slurm_cluster
 
+from seatrial.check.live import messages as msg
 from seatrial.check.live.agent_pool import AgentPool
 from seatrial.check.live.hosts import LOOPBACK, SRUN, hosts_of
 from seatrial.check.live.live_ranks import RankGroup, Ranks
@@ -57,17 +58,17 @@ def test_agents_are_steps_of_the_job_and_end_with_the_check(allocation: slurm_cl
         greetings = agent_pool.greet(WITHIN_S)
         assert all(reply.alive for reply in greetings.values()), greetings
         argv = ["sh", "-c", "echo $SLURMD_NODENAME"]
-        replies = agent_pool.ask({(n, 0): {"do": "run", "argv": argv} for n in (0, 1)}, limit_s=WITHIN_S)
-        assert {n: r.value["out"] if r.value else r.problem for (n, _), r in replies.items()} == {
+        replies = agent_pool.ask({(n, 0): msg.RunTool(argv) for n in (0, 1)}, limit_s=WITHIN_S)
+        assert {n: r.value.out if r.value else r.problem for (n, _), r in replies.items()} == {
             0: "n1\n",
             1: "n2\n",
         }
-        agent_pool.ask({(n, 0): {"do": "prepare"} for n in (0, 1)}, limit_s=120.0)
+        agent_pool.ask({(n, 0): msg.Prepare() for n in (0, 1)}, limit_s=120.0)
         pair = RankGroup((0, 1), ((0,), (0,)), ((0, 1, 0), (1, 0, 1)), (65536,))
-        seconds = {"flow": 0.2, "sum": 0.1, "stall": 30.0}
-        (result,) = Ranks(agent_pool, hosts, ["one", "one"], "cpu").run([pair], seconds, WITHIN_S)
+        durations = msg.Durations(flow_s=0.2, sum_s=0.1, stall_s=30.0)
+        (result,) = Ranks(agent_pool, hosts, ["one", "one"], "cpu").run([pair], durations, WITHIN_S)
         assert result.whole, result.why
-        pids = [int(reply.value["pid"]) for reply in greetings.values() if reply.value is not None]
+        pids = [reply.value.pid for reply in greetings.values() if reply.value is not None]
         assert all(Path(f"/proc/{pid}").exists() for pid in pids)
     # srun ends with its step, and a step with its agent.
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]

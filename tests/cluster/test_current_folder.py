@@ -187,7 +187,6 @@ def test_python_is_started_in_one_place_only() -> None:
     assert {name: n for name, n in used.items() if n} == {
         "base/process.py": 1,  # process.python
         "check/live/agent_pool.py": 1,  # which interpreter the other hosts are to use, if none is named
-        "check/live/reach.py": 1,  # told, not started
         "launch/ssh.py": 2,  # the same; and told, not started
         "check/node/node_storage.py": 1,  # -I -S: without any module of anybody
     }

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from seatrial.check.live import messages as msg
 from seatrial.check.live.agent_pool import AgentPool
 from seatrial.check.live.hosts import LOOPBACK, Host
 from seatrial.check.live.live_ranks import Outcome, RankGroup, Ranks
 
 MIB = 1 << 20
-SECONDS = {"flow": 0.5, "sum": 0.5, "stall": 60.0}
+DURATIONS = msg.Durations(flow_s=0.5, sum_s=0.5, stall_s=60.0)
 WAYS = ((0, 1, 0), (1, 0, 1))
 
 pytestmark = [
@@ -33,13 +34,13 @@ def agent_pool() -> Iterator[AgentPool]:
         [Host(f"node{n}", LOOPBACK, environment={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}) for n in (0, 1)]
     ) as made:
         assert all(reply.alive for reply in made.greet(60.0).values())
-        ready = made.ask({(n, 0): {"do": "prepare"} for n in (0, 1)}, limit_s=300.0)
+        ready = made.ask({(n, 0): msg.Prepare() for n in (0, 1)}, limit_s=300.0)
         assert all(reply.value is not None for reply in ready.values()), ready
         yield made
 
 
 def play(agent_pool: AgentPool, *worlds: RankGroup) -> list[Outcome]:
-    return Ranks(agent_pool, agent_pool.hosts, ["a", "b"], "cuda").run(worlds, SECONDS, 300.0)
+    return Ranks(agent_pool, agent_pool.hosts, ["a", "b"], "cuda").run(worlds, DURATIONS, 300.0)
 
 
 def test_one_rank_sums_correctly_and_nccl_logs(agent_pool: AgentPool) -> None:
@@ -56,8 +57,7 @@ def test_two_ranks_on_one_gpu_fail_in_time_and_hosts_survive(agent_pool: AgentPo
     assert result.sums == []
     assert "duplicate gpu" in (result.why + " ".join(line for _, line in result.nccl)).lower()
     assert all(
-        reply.alive
-        for reply in agent_pool.ask({(n, 0): {"do": "ping"} for n in (0, 1)}, limit_s=30.0).values()
+        reply.alive for reply in agent_pool.ask({(n, 0): msg.Ping() for n in (0, 1)}, limit_s=30.0).values()
     )
     (again,) = play(agent_pool, RankGroup((0,), ((0,),), sizes=(MIB,)))
     assert again.whole, again.why

@@ -23,6 +23,7 @@ from seatrial.base import process
 from seatrial.base.errors import InputError
 from seatrial.check.live.agent_pool import AgentPool
 from seatrial.check.live.hosts import Host, ssh_hosts
+from seatrial.check.live.messages import RunTool
 from seatrial.control.agent.local_settings import ssh_route
 from seatrial.control.agent.spec import AUTO, AgentSpec, spec_of
 from seatrial.hardware.devices import choose_device
@@ -178,10 +179,7 @@ def _probe(
         "cluster": job.cluster.model_dump(),
         "run": None if run is None else [str(run[0].path.absolute()), run[1]],
     }
-    order = {
-        "do": "run",
-        "argv": [python, "-P", "-c", f"from {__name__} import examine; examine()", json.dumps(values)],
-    }
+    order = RunTool([python, "-P", "-c", f"from {__name__} import examine; examine()", json.dumps(values)])
     with AgentPool(hosts, python) as agent_pool:
         greetings = agent_pool.greet(_GREET_S)
         asked = {}
@@ -190,7 +188,7 @@ def _probe(
                 problems.append(_unreached(hosts[n].name, greeting.problem, python))
                 continue
             ours = {"Seatrial": seatrial.__version__, "Python": _minor(platform.python_version())}
-            theirs = {"Seatrial": greeting.value["version"], "Python": _minor(greeting.value["python"])}
+            theirs = {"Seatrial": greeting.value.version, "Python": _minor(greeting.value.python)}
             for what in (w for w in ours if ours[w] != theirs[w]):
                 text = f"has {what} {theirs[what]}, but this host has {ours[what]}"
                 problems.append(
@@ -200,8 +198,8 @@ def _probe(
                 asked[n, 0] = order
         for (n, _), reply in agent_pool.ask(asked, limit_s=_PROBE_S).items():
             name, value = hosts[n].name, reply.value
-            if value is None or value["rc"] != 0:
-                reason = reply.problem if value is None else value["err"].strip()[-300:]
+            if value is None or value.rc != 0:
+                reason = reply.problem if value is None else value.err.strip()[-300:]
                 problems.append(
                     (
                         name,
@@ -210,7 +208,7 @@ def _probe(
                     )
                 )
                 continue
-            facts[name] = found = json.loads(value["out"])
+            facts[name] = found = json.loads(value.out)
             problems += [(name, text, hint) for text, hint in found["problems"]]
 
 

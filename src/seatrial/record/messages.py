@@ -1,9 +1,9 @@
-"""Every message between the processes of a run, and how one travels: read this before `control`.
+"""Every message between the processes of a run: read this before `control`.
 
-Coordinator and agents, an agent and its ranks, fork server and launcher, two agents that copy a snapshot. They are
-declared here because `control` and `train`, which exchange some of them, never import each other. On a connection a message is the
-JSON object {op: {field: value, ...}}. All processes of a run are of one version, so nothing is optional on the wire but
-a field with a default, and `decode` refuses whatever is not exactly one of the expected messages.
+Coordinator and agents, an agent and its ranks, its fork server, its telemetry process and its launcher, two agents that
+copy a snapshot. They are declared here because `control` and `train`, which exchange some of them, never import each
+other; codec.py is how they travel. All processes of a run are of one version, so nothing is optional on the wire but a
+field with a default, and `decode` refuses whatever is not exactly one of the expected messages.
 
 Times are unix seconds where a comment does not say otherwise. Numbers of ranks are those of the layout; `local` is a
 rank's number on its node, from 0. `told` is a mark by which a coordinator records a resent message only once.
@@ -11,19 +11,16 @@ rank's number on its node, from 0. `told` is a mark by which a coordinator recor
 
 from __future__ import annotations
 
-import dataclasses
-import types
-import typing
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, ClassVar, Literal
 
-from seatrial.record import typed
 from seatrial.record.alerting import Alert
 from seatrial.record.alive import Beat as Lease
+from seatrial.record.codec import Message, decode, encode
 from seatrial.record.events import Event
 from seatrial.record.failure import Failure, RankError
+
+__all__ = ["Message", "decode", "encode"]  # for those who import this module as `msg`
 
 # Values that another module has typed: it makes them and reads them.
 SnapshotValues = dict[str, Any]  # checkpoint/memory.py: `Snapshot.summary`, or `to_message` with its index
@@ -35,12 +32,6 @@ EvidenceValues = dict[str, Any]  # control/hangs/evidence.py: `Evidence.as_dict`
 Leaving = Literal["yielded", "preempted"]
 Ending = Literal["done", "yielded", "preempted"]  # how a generation ended for a rank
 Why = Literal["preempt", "interrupt", "now"]  # how the user or a scheduler wants the run to end
-
-
-class Message:
-    """Base of all messages."""
-
-    op: ClassVar[str]  # its name on the wire, unique in its direction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -798,6 +789,44 @@ class MonitorFailed(Message):
 FromMonitor = MonitorAlert | MonitorFailed
 
 
+# -- agent -> its telemetry process
+
+
+@dataclass(frozen=True)
+class Readings(Message):
+    """What a probe has read: replaces all that this source had before."""
+
+    op = "readings"
+    source: str
+    values: dict[str, float]  # by series: record/series.py
+
+
+@dataclass(frozen=True)
+class Coordinates(Message):
+    """Whether its agent coordinates."""
+
+    op = "coordinates"
+    coordinates: bool
+
+
+ToTelemetry = Readings | Coordinates
+
+
+# -- telemetry process -> agent
+
+
+@dataclass(frozen=True)
+class TelemetryFailed(Message):
+    """Something that it does for the run fails: a warning event."""
+
+    op = "failed"
+    what: str  # "record" or "serve"
+    message: str
+
+
+FromTelemetry = TelemetryFailed
+
+
 # -- launcher -> agent
 
 
@@ -936,55 +965,3 @@ class SnapshotTaken(Message):
 
 
 FromTaker = SnapshotTaken
-
-
-# -- to and from the wire
-
-
-def encode(message: Message) -> dict[str, Any]:
-    """The message as a JSON object, which shares lists and dicts with `message`."""
-    return {message.op: _values(message)}
-
-
-def decode(values: Mapping[str, Any], among: Any) -> Any:
-    """The opposite of `encode`, for a message of the union `among`. ValueError names the op and every invalid field."""
-    if len(values) != 1:
-        raise ValueError(f"not exactly one message: {values!s:.80}")
-    ((op, content),) = values.items()
-    cls = _by_op(among).get(op)
-    if cls is None:
-        raise ValueError(f"unknown message {op!r:.40}")
-    if type(content) is not dict:
-        raise ValueError(f"{op}: {content!r:.80}")
-    try:
-        return typed.decode(cls, content, exact=True)
-    except ValueError as error:
-        raise ValueError(f"{op}: {error}") from None
-
-
-def _values(thing: Any) -> dict[str, Any]:
-    values, cls = dict(vars(thing)), typing.cast(Any, type(thing))
-    for name in _with_dataclasses(cls):
-        value = values[name]
-        if isinstance(value, list):
-            values[name] = [_values(one) for one in value]
-        elif value is not None:
-            values[name] = _values(value)
-    return values
-
-
-@cache
-def _by_op(among: Any) -> dict[str, type[Message]]:
-    return {cls.op: cls for cls in typing.get_args(among) or (among,)}
-
-
-@cache
-def _with_dataclasses(cls: Any) -> list[str]:
-    """The fields that hold a dataclass, or a list of them."""
-    return [name for name, hint in typing.get_type_hints(cls).items() if _holds_dataclass(hint)]
-
-
-def _holds_dataclass(hint: Any) -> bool:
-    if typing.get_origin(hint) in (list, types.UnionType):
-        return any(_holds_dataclass(argument) for argument in typing.get_args(hint))
-    return dataclasses.is_dataclass(hint)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -14,7 +13,8 @@ from typing import Any
 from node_facts import gpu_node
 
 from seatrial.check.blame.infer import nic_bound
-from seatrial.check.live.agent_pool import Key, Order, Reply
+from seatrial.check.live import messages as msg
+from seatrial.check.live.agent_pool import Key, Reply
 from seatrial.check.live.hosts import Host
 
 GPUS = 8
@@ -33,7 +33,6 @@ class Nodes:
     wrong: set[int] = field(default_factory=set)  # hosts that sum wrongly
     nccl_nodes: int | None = None  # what NCCL counts, if not the hosts
     inside: dict[int, float] = field(default_factory=dict)
-    asked: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.rails = self.rails or [[392.0] * GPUS for _ in range(self.count)]
@@ -56,81 +55,81 @@ class StandinAgentPool:
     ) -> None:
         pass
 
-    def greet(self, timeout_s: float) -> dict[int, Reply]:
+    def greet(self, timeout_s: float) -> dict[int, Reply[msg.Hello]]:
         return {
             n: Reply(
-                {
-                    "version": "1",
-                    "python": "3.12",
-                    "pid": 1,
-                    "host": f"internal-{n}",
-                    "machine": f"boot {n}",
-                    "port": 5000 + n,
-                    "gpus": GPUS,
-                    "rdma": [f"mlx5_{r}" for r in range(GPUS)],
-                }
+                msg.Hello(
+                    version="1",
+                    python="3.12",
+                    pid=1,
+                    host=f"internal-{n}",
+                    machine=f"boot {n}",
+                    port=5000 + n,
+                    gpus=GPUS,
+                    rdma=[f"mlx5_{r}" for r in range(GPUS)],
+                )
             )
             for n in range(self.nodes.count)
         }
 
     def ask(
         self,
-        orders: Mapping[Key, Order],
+        orders: Mapping[Key, msg.Order[Any]],
         *,
         limit_s: float,
-        note: Callable[[Key, Mapping[str, Any]], Mapping[Key, Order]] | None = None,
+        listening: Callable[[Key, int], Mapping[Key, msg.Order[Any]]] | None = None,
         wait_s: float = 5.0,
-        failed: Callable[[Reply], bool] | None = None,
-    ) -> dict[Key, Reply]:
-        replies: dict[Key, Reply] = {}
-        worlds: dict[int, dict[Key, Order]] = {}
+        failed: Callable[[Reply[Any]], bool] | None = None,
+    ) -> dict[Key, Reply[Any]]:
+        replies: dict[Key, Reply[Any]] = {}
+        worlds: dict[int, dict[Key, msg.RunRanks]] = {}
         serving: dict[int, Key] = {}  # port -> who listens
         waiting = list(orders.items())
         while waiting:
             key, order = waiting.pop(0)
-            self.nodes.asked.append(order["do"])
-            if order["do"] == "ranks":
-                members = worlds.setdefault(key[1], {})
-                members[key] = order
-                if order["spec"]["store"] is None:
-                    assert note is not None
-                    waiting += list(note(key, {"port": 7000}).items())
-                if sum(len(o["spec"]["ranks"]) for o in members.values()) == order["spec"]["world"]:
-                    replies |= self._world(members)
-            elif order["do"] == "run" and "listen" in order:
-                assert note is not None
-                serving[order["listen"]] = key
-                waiting += list(note(key, {"listening": order["listen"]}).items())
-            elif order["do"] == "run" and "-p" in order["argv"]:
-                server = serving[int(order["argv"][order["argv"].index("-p") + 1])]
-                replies |= self._perftest(server, key, order["argv"])
-            else:
-                replies[key] = Reply(self._simple(key[0], order))
+            match order:
+                case msg.RunRanks():
+                    members = worlds.setdefault(key[1], {})
+                    members[key] = order
+                    if order.store is None:
+                        assert listening is not None
+                        waiting += list(listening(key, 7000).items())
+                    if sum(len(o.ranks) for o in members.values()) == order.world_size:
+                        replies |= self._world(members)
+                case msg.RunTool(listen=int(port)):
+                    assert listening is not None
+                    serving[port] = key
+                    waiting += list(listening(key, port).items())
+                case msg.RunTool(argv) if "-p" in argv:
+                    server = serving[int(argv[argv.index("-p") + 1])]
+                    replies |= self._perftest(server, key, argv)
+                case _:
+                    replies[key] = Reply(self._simple(key[0], order))
         return replies
 
-    def _simple(self, host: int, order: Order) -> dict[str, Any]:
-        if order["do"] == "node":
-            return {"rc": 0, "out": json.dumps(gpu_node(GPUS)), "err": ""}
-        if order["do"] == "reach":
-            found = {"reached": [True] * len(order["targets"]), "why": []}
-            return {"rc": 0, "out": json.dumps(found), "err": ""}
-        if order["do"] == "run":
-            return (
-                {"absent": True}
-                if host not in self.nodes.perftest
-                else {"rc": 0, "out": "Version: 6.06\n", "err": ""}
-            )
-        if order["do"] == "port":
-            return {"ports": [20000 + host * 100 + n for n in range(order["count"])]}
-        return {"clock": 0.0} if order["do"] == "ping" else {"torch": "2.13.0"}
+    def _simple(self, host: int, order: msg.Order[Any]) -> msg.Message:
+        match order:
+            case msg.MeasureNode():
+                return msg.NodeMeasured(gpu_node(GPUS))
+            case msg.Reach(targets):
+                return msg.Reached([True] * len(targets), [""] * len(targets))
+            case msg.RunTool():
+                there = host in self.nodes.perftest
+                return msg.ToolResult(0, "Version: 6.06\n") if there else msg.ToolResult(None)
+            case msg.FindPorts(count):
+                return msg.Ports([20000 + host * 100 + n for n in range(count)])
+            case msg.Ping():
+                return msg.Clock(0.0)
+        assert isinstance(order, msg.Prepare)
+        return msg.Prepared("2.13.0")
 
-    def _perftest(self, server: Key, client: Key, argv: list[str]) -> dict[Key, Reply]:
+    def _perftest(self, server: Key, client: Key, argv: list[str]) -> dict[Key, Reply[Any]]:
         rail = int(argv[argv.index("-d") + 1].removeprefix("mlx5_"))
         assert argv[-1] == self.hosts[server[0]].address
         down = [key for key in (server, client) if (key[0], rail) in self.nodes.ports_down]
         if down:
-            said = {"rc": 1, "out": "", "err": " Port number 1 state is Down\n"}
-            other = {"rc": 1, "out": "", "err": f"Couldn't connect to {argv[-1]}:18515\n"}
+            said = msg.ToolResult(1, err=" Port number 1 state is Down\n")
+            other = msg.ToolResult(1, err=f"Couldn't connect to {argv[-1]}:18515\n")
             return {key: Reply(said if key in down else other) for key in (server, client)}
         rate = min(self.nodes.rails[n][rail] for n in (server[0], client[0]))
         text = (
@@ -139,43 +138,31 @@ class StandinAgentPool:
             f"{'-' * 80}\n #bytes     #iterations    BW peak[Gb/sec]    BW average[Gb/sec]   MsgRate[Mpps]\n"
             f" 8388608    52345            0.00               {rate:.2f}             {rate / 8 / 8.388608 * 1e-3:.6f}\n{'-' * 80}\n"
         )
-        return {key: Reply({"rc": 0, "out": text, "err": ""}) for key in (server, client)}
+        return {key: Reply(msg.ToolResult(0, text)) for key in (server, client)}
 
-    def _world(self, members: Mapping[Key, Order]) -> dict[Key, Reply]:
-        spec = next(iter(members.values()))["spec"]
-        owner = {rank: key[0] for key, order in members.items() for rank in order["spec"]["ranks"]}
-        gpu = {
-            r: g for o in members.values() for r, g in zip(o["spec"]["ranks"], o["spec"]["gpus"], strict=True)
-        }
+    def _world(self, members: Mapping[Key, msg.RunRanks]) -> dict[Key, Reply[Any]]:
+        spec = next(iter(members.values()))
+        owner = {rank: key[0] for key, order in members.items() for rank in order.ranks}
+        gpu = {r: g for o in members.values() for r, g in zip(o.ranks, o.gpus, strict=True)}
         hosts = {key[0] for key in members}
 
-        def flow(sender: int, receiver: int) -> dict[str, Any]:
-            rail = (
-                gpu[sender]
-                if spec["hca"] is None
-                else int(spec["hca"].partition(":")[0].removeprefix("mlx5_"))
-            )
+        def flow(sender: int, receiver: int) -> msg.Flow:
+            rail = gpu[sender] if spec.hca is None else int(spec.hca.partition(":")[0].removeprefix("mlx5_"))
             value = min(self.nodes.rails[owner[r]][rail] for r in (sender, receiver))
-            return {"sender": sender, "receiver": receiver, "gbit_s": value, "message_bytes": 1 << 28}
+            return msg.Flow(sender, receiver, value, 1 << 28)
 
         inside = min(self.nodes.inside.get(h, INSIDE_GB_S) for h in hosts)
         slowest = min(min(self.nodes.rails[h]) for h in hosts)
         busbw = min(inside, float(nic_bound(slowest, GPUS, len(hosts)))) if len(hosts) > 1 else inside
-        ranks = spec["world"]
+        ranks = spec.world_size
         factor = 2 * (ranks - 1) / ranks
         replies = {}
         for key, order in members.items():
             told = []
-            for rank in order["spec"]["ranks"]:
-                flows = [flow(a, b) for a, b, _ in spec["flows"] if b == rank]
-                sums = [
-                    {
-                        "bytes": size,
-                        "seconds": [size * factor / busbw / 1e9] * 3,
-                        "wrong": int(key[0] in self.nodes.wrong),
-                    }
-                    for size in spec["sizes"]
-                ]
+            for rank in order.ranks:
+                flows = [flow(a, b) for a, b, _ in spec.flows if b == rank]
+                wrong = int(key[0] in self.nodes.wrong)
+                sums = [msg.AllReduces(size, [size * factor / busbw / 1e9] * 3, wrong) for size in spec.sizes]
                 nodes = self.nodes.nccl_nodes if self.nodes.nccl_nodes and len(hosts) > 1 else len(hosts)
                 who = f"internal-{key[0]}:11:12 [{gpu[rank]}] NCCL INFO"
                 lines = [
@@ -183,7 +170,6 @@ class StandinAgentPool:
                     f"{who} comm 0x1 rank {rank} nRanks {ranks} nNodes {nodes} localRanks 8 localRank 0 MNNVL 0",
                     f"{who} 24 coll channels, 24 collnet channels, 16 nvls channels, 32 p2p channels",
                 ]
-                measured = {"setup_s": 1.0, "flows": flows, "all_reduce": sums}
-                told.append({"rank": rank, "nccl": lines, "measured": measured, "whole": True})
-            replies[key] = Reply({"ranks": told})
+                told.append(msg.RankResult(rank, msg.Measured(flows, sums, whole=True), "", lines))
+            replies[key] = Reply(msg.RanksEnded(told))
         return replies

@@ -16,6 +16,7 @@ from seatrial.check.blame.localise import GroupReadings, localise
 from seatrial.check.blame.nodes import Bools, Floats, Ints, NodeStage
 from seatrial.check.blame.rounds import GroupRound, Round
 from seatrial.check.live import ib_pair, live_judge
+from seatrial.check.live import messages as msg
 from seatrial.check.live.agent_pool import Reply
 from seatrial.check.live.live_ranks import Outcome, RankGroup, Sum, batches, outcome
 from seatrial.check.live.live_rates import measured
@@ -52,11 +53,12 @@ def test_one_failed_connection_cuts_no_host_off() -> None:
 def test_connection_refused_counts_as_reachable() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        found = reach([("127.0.0.1", port), ("no-such-host.invalid", port)], 5.0)
-    assert found["reached"] == [True, False]
-    assert "not known" in found["why"][1]
-    assert reach([("127.0.0.1", port)], 5.0)["reached"] == [True]  # refused: its kernel has answered
-    assert reach([], 5.0) == {"reached": [], "why": []}
+        here = msg.Endpoint("127.0.0.1", port)
+        found = reach([here, msg.Endpoint("no-such-host.invalid", port)], 5.0)
+    assert found.reached == [True, False]
+    assert "not known" in found.why[1]
+    assert reach([here], 5.0).reached == [True]  # refused: its kernel has answered
+    assert reach([], 5.0) == msg.Reached([], [])
 
 
 def test_the_interface_is_the_one_that_leads_there() -> None:
@@ -78,26 +80,26 @@ def test_groups_on_one_machine_run_one_after_another() -> None:
     assert batches(worlds, ["a"] * 6) == [[0], [1], [2]]
 
 
-def told(rank: int, **more: Any) -> Reply:
-    return Reply({"ranks": [{"rank": rank, "nccl": [], **more}]})
+def told(rank: int, measured: msg.Measured | None = None, failed: str = "") -> Reply[msg.RanksEnded]:
+    return Reply(msg.RanksEnded([msg.RankResult(rank, measured or msg.Measured(), failed, [])]))
 
 
-def rate(sender: int, receiver: int, gbit_s: float | None) -> dict[str, Any]:
-    return {"sender": sender, "receiver": receiver, "gbit_s": gbit_s, "message_bytes": 65536}
+def rate(sender: int, receiver: int, gbit_s: float) -> msg.Flow:
+    return msg.Flow(sender, receiver, gbit_s, 65536)
 
 
-def sums(*seconds: float, wrong: int = 0) -> list[dict[str, Any]]:
-    return [{"bytes": 1000, "seconds": list(seconds), "wrong": wrong}]
+def sums(*seconds: float, wrong: int = 0) -> list[msg.AllReduces]:
+    return [msg.AllReduces(1000, list(seconds), wrong)]
 
 
 WAYS = ((0, 1, 0), (1, 0, 1))
 
 
 def test_replies_of_two_ranks_become_one_result() -> None:
-    one = {"flows": [rate(1, 0, 8.0)], "all_reduce": sums(1e-6, 3e-6, 2e-6)}
-    other = {"flows": [rate(0, 1, 9.0)], "all_reduce": sums(2e-6, 1e-6, 2e-6)}
+    one = msg.Measured([rate(1, 0, 8.0)], sums(1e-6, 3e-6, 2e-6))
+    other = msg.Measured([rate(0, 1, 9.0)], sums(2e-6, 1e-6, 2e-6))
     pair = group(4, 7, flows=WAYS)
-    result = outcome(pair, {4: told(0, measured=one), 7: told(1, measured=other)})
+    result = outcome(pair, {4: told(0, one), 7: told(1, other)})
     assert result.whole
     assert [f.gbit_s for f in result.direction(0)] == [9.0]
     assert [f.gbit_s for f in result.direction(1)] == [8.0]
@@ -129,9 +131,9 @@ def test_a_failure_is_the_hosts_own_or_its_partners(text: str, whose: str) -> No
 
 
 def test_what_was_measured_before_a_failure_counts() -> None:
-    part = {"flows": [rate(0, 1, 9.0), rate(1, 0, None)], "all_reduce": []}
-    silent = Reply(None, "its agent was killed by SIGKILL", alive=False)
-    result = outcome(group(4, 7, flows=WAYS), {4: told(0, measured=part, failed="timeout"), 7: silent})
+    part = msg.Measured([rate(0, 1, 9.0)])
+    silent: Reply[msg.RanksEnded] = Reply(None, "its agent was killed by SIGKILL", alive=False)
+    result = outcome(group(4, 7, flows=WAYS), {4: told(0, part, failed="timeout"), 7: silent})
     assert [f.gbit_s for f in result.direction(0)] == [9.0]
     assert result.direction(1) == []
     assert result.silent == {7: "its agent was killed by SIGKILL"}
@@ -143,7 +145,7 @@ def test_a_group_whose_first_rank_fails_is_incomplete() -> None:
 
 
 def test_an_all_reduce_without_all_ranks_is_none() -> None:
-    result = outcome(group(4, 7), {4: told(0, measured={"flows": [], "all_reduce": sums(1.0)})})
+    result = outcome(group(4, 7), {4: told(0, msg.Measured([], sums(1.0)))})
     assert result.sums == []
 
 
@@ -169,26 +171,26 @@ RATE = """\
 
 
 def test_ib_write_bw_without_devices_is_unjudged_with_the_reason() -> None:
-    (finding,) = ib_pair.without_devices({"rc": 1, "out": "", "err": NO_DEVICE}, "node1")
+    (finding,) = ib_pair.without_devices(msg.ToolResult(1, err=NO_DEVICE), "node1")
     assert (finding.code, finding.verdict, finding.target.node) == ("NET007", "UNJUDGED", "node1")
     assert "Did not detect devices" in finding.message
-    (missing,) = ib_pair.without_devices({"absent": True}, "node1")
+    (missing,) = ib_pair.without_devices(msg.ToolResult(None), "node1")
     assert missing.verdict == "UNJUDGED"
     assert "not installed" in missing.why_unjudged
 
 
 def test_ib_write_bw_rate_refusal_and_down_port_differ() -> None:
-    assert ib_pair.end_result({"rc": 0, "out": RATE, "err": ""}, "a").gbit_s == pytest.approx(391.83)
-    refused = ib_pair.end_result({"rc": 1, "out": "", "err": "Couldn't connect to 10.0.0.2:18515\n"}, "a")
+    assert ib_pair.end_result(msg.ToolResult(0, RATE), "a").gbit_s == pytest.approx(391.83)
+    refused = ib_pair.end_result(msg.ToolResult(1, err="Couldn't connect to 10.0.0.2:18515\n"), "a")
     assert (refused.gbit_s, refused.blocked, refused.findings) == (
         None,
         False,
         (),
     )  # which end it was, others tell
-    down = ib_pair.end_result({"rc": 1, "out": "", "err": " Port number 1 state is Down\n"}, "a")
+    down = ib_pair.end_result(msg.ToolResult(1, err=" Port number 1 state is Down\n"), "a")
     assert down.blocked
     assert [f.code for f in down.findings] == ["NET001"]
-    cut = ib_pair.end_result({"rc": -9, "out": RATE[: RATE.index("391")], "err": ""}, "a")
+    cut = ib_pair.end_result(msg.ToolResult(-9, RATE[: RATE.index("391")]), "a")
     assert cut.gbit_s is None
 
 
@@ -348,10 +350,8 @@ def test_two_nodes_have_no_peers() -> None:
 def test_the_rates_for_the_planner_have_their_meaning() -> None:
     bench = FewHosts([1.0] * 4)
     report = localise(bench, names(bench))
-    flows = {"flows": [rate(1, 0, 8.0), rate(0, 1, 9.0)], "all_reduce": sums(2e-6)}
-    played = outcome(
-        group(0, 1, flows=WAYS), {0: told(0, measured=flows), 1: told(1, measured={"all_reduce": sums(1e-6)})}
-    )
+    flows = msg.Measured([rate(1, 0, 8.0), rate(0, 1, 9.0)], sums(2e-6))
+    played = outcome(group(0, 1, flows=WAYS), {0: told(0, flows), 1: told(1, msg.Measured([], sums(1e-6)))})
     found = measured(bench.nodes(np.arange(4)), report, [played], "gloo", rdma=False)
     assert found["send_recv"] == {
         "median": 8.0,

@@ -1,4 +1,4 @@
-"""What processes of a run send each other: it arrives as it was, or not at all, and somebody receives it."""
+"""What processes of a run, or of a check, send each other: it arrives as it was, or not at all, and somebody receives it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import json
 import re
 import types
 import typing
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,15 +17,41 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import seatrial
+from seatrial.check.live import messages as check
 from seatrial.record import messages as msg
 
-SOURCES = [p for p in Path(seatrial.__file__).parent.rglob("*.py") if p.name != "messages.py"]
-# Direction -> its classes.
-DIRECTIONS: dict[str, tuple[type[msg.Message], ...]] = {
-    name: typing.get_args(getattr(msg, name)) or (getattr(msg, name),)
+FOLDER = Path(seatrial.__file__).parent
+MODULES = (msg, check)
+
+
+def of(module: ModuleType, path: Path) -> bool:
+    """Whether `msg` in this file is `module`."""
+    return (FOLDER / "check/live" in path.parents) == (module is check)
+
+
+SOURCES = {
+    module: [
+        p.read_text()
+        for p in FOLDER.rglob("*.py")
+        if p.name not in ("messages.py", "codec.py") and of(module, p)
+    ]
+    for module in MODULES
+}
+
+
+def directions(module: ModuleType) -> Iterator[tuple[str, tuple[type[msg.Message], ...]]]:
+    """Each with its classes."""
     for name in re.findall(
-        r"decode\([^()]*(?:\([^()]*\))?, msg\.(\w+)\)", "".join(p.read_text() for p in SOURCES)
-    )
+        r"decode\([^()]*(?:\([^()]*\))?, msg\.(\w+)(?:, exact=False)?\)", "".join(SOURCES[module])
+    ):
+        yield name, typing.get_args(getattr(module, name)) or (getattr(module, name),)
+
+
+DIRECTIONS = {module: dict(directions(module)) for module in MODULES}
+# The answer to each order of a check is a direction of its own: `Order.answer` decodes nothing else.
+DIRECTIONS[check] |= {
+    order.__name__: typing.get_args(vars(order)["__orig_bases__"][0])
+    for order in typing.get_args(check.AnyOrder)
 }
 
 
@@ -31,19 +59,27 @@ def subclasses(cls: type) -> list[type]:
     return [s for direct in cls.__subclasses__() for s in (direct, *subclasses(direct))]
 
 
-CLASSES = [cls for cls in subclasses(msg.Message) if "op" in vars(cls)]
-assert len(CLASSES) > 30
+CLASSES = [
+    cls for cls in subclasses(msg.Message) if "op" in vars(cls) and cls.__module__.startswith("seatrial.")
+]
+assert {cls.__module__ for cls in CLASSES} == {module.__name__ for module in MODULES}
+assert len(CLASSES) > 50
+
+
+def module_of(cls: type[msg.Message]) -> ModuleType:
+    return next(module for module in MODULES if module.__name__ == cls.__module__)
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
 def test_every_message_has_one_direction_and_a_receiver(cls: type[msg.Message]) -> None:
-    (direction,) = [name for name, among in DIRECTIONS.items() if cls in among]
-    same = [other.__name__ for other in DIRECTIONS[direction] if other.op == cls.op]
+    module = module_of(cls)
+    (direction,) = [name for name, among in DIRECTIONS[module].items() if cls in among]
+    same = [other.__name__ for other in DIRECTIONS[module][direction] if other.op == cls.op]
     assert same == [cls.__name__], "its op is its own"
-    if len(DIRECTIONS[direction]) > 1:  # whoever receives another kind too tells them apart by class
+    if len(DIRECTIONS[module][direction]) > 1:  # whoever receives another kind too tells them apart by class
         assert any(
-            re.search(rf"(case|isinstance\(.*) ?[^:\n]*\bmsg\.{cls.__name__}\b", path.read_text())
-            for path in SOURCES
+            re.search(rf"(case|isinstance\(.*) ?[^:\n]*\bmsg\.{cls.__name__}\b", text)
+            for text in SOURCES[module]
         )
 
 
@@ -77,7 +113,8 @@ def instances(cls: Any) -> st.SearchStrategy[Any]:
 
 
 def among(cls: type[msg.Message]) -> Any:
-    return next(getattr(msg, name) for name, classes in DIRECTIONS.items() if cls in classes)
+    found = next(classes for classes in DIRECTIONS[module_of(cls)].values() if cls in classes)
+    return typing.Union[found]  # noqa: UP007
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
@@ -88,6 +125,9 @@ def test_a_message_arrives_as_it_was(cls: type[msg.Message]) -> None:
         before = dataclasses.replace(message)
         line = json.dumps(msg.encode(message))
         assert msg.decode(json.loads(line), among(cls)) == message == before
+        (op, content), *_ = msg.encode(message).items()
+        with pytest.raises(ValueError, match=f"^{op}: `no such field` is unknown$"):
+            msg.decode({op: {**content, "no such field": 1}}, among(cls))
 
     arrives()
 
@@ -135,3 +175,34 @@ def test_a_message_within_a_message_is_checked_too() -> None:
     values["agent"]["left"] = {"generation": 1, "how": "lost", "offer_port": 3, "told": None}
     with pytest.raises(ValueError, match=r"^agent: `left`: `how` is 'lost'"):
         msg.decode(values, msg.Hello)
+
+
+# -- between versions, as the agents of a check may be
+
+HELLO: dict[str, Any] = {
+    "version": "9",
+    "python": "3.13.1",
+    "pid": 1,
+    "host": "a",
+    "machine": "b",
+    "port": 2,
+    "gpus": 8,
+    "rdma": ["mlx5_0"],
+}
+
+
+def test_a_message_of_another_version_is_read_if_wanted() -> None:
+    values = {"hello": {**HELLO, "colour": "red"}}
+    assert msg.decode(values, check.FromAgent, exact=False) == check.Hello(**HELLO)
+    with pytest.raises(ValueError, match=r"^hello: `colour` is unknown$"):
+        msg.decode(values, check.FromAgent)
+    with pytest.raises(ValueError, match=r"^hello: `port` is '2'$"):
+        msg.decode({"hello": HELLO | {"port": "2"}}, check.FromAgent, exact=False)
+
+
+def test_an_order_has_no_answer_but_its_own() -> None:
+    assert check.Ping.answer({"clock": {"clock": 2.5}}) == check.Clock(2.5)
+    with pytest.raises(ValueError, match=r"^unknown message 'ports'$"):
+        check.Ping.answer(msg.encode(check.Ports([1])))
+    with pytest.raises(ValueError, match=r"^clock: `clock` is missing, `zone` is unknown$"):
+        check.Ping.answer({"clock": {"zone": "UTC"}})

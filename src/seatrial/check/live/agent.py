@@ -2,22 +2,9 @@
 
     python -m seatrial.check.live.agent
 
-Orders are JSON objects, one per line, on stdin; results go to stdout in the same form:
-
-| order | what it does | reply |
-|---|---|---|
-| `{"id": 1, "do": "ping"}` | | `{"id": 1, "done": {"clock": ...}}` |
-| `"node", "options": {...}, "toward": ADDRESS` | the node stage (node_stage.py), in a process of its own; its interface is the one with the route to another host | its facts |
-| `"prepare"` | starts the fork server for ranks (fork_server.py) | its versions |
-| `"ranks", "spec": {...}` | ranks of a pair or a group; `{"id", "note": {"port": ...}}` first | what they measured |
-| `"run", "argv": [...], "listen": PORT` | a tool; with `listen`, a note once it listens | exit code, stdout, stderr |
-| `"reach", "targets": [[ADDRESS, PORT], ...]` | connects to other agents, all at once | which of them it reached |
-| `"port", "count": N` | | free TCP ports |
-| `"cancel", "order": 7` | kills everything that order has started | |
-
-Every order but ping, port and cancel has a timeout `limit_s`, after which what it has started is killed. A failure is
-always reported, as `{"id", "failed": "..."}`. When stdin ends or a parent dies, everything that was started is killed:
-by the parent-death signal, by process group, and by the mark (base/process.py). It never blocks on a single source.
+Orders arrive on stdin, one per line; results go to stdout in the same form: messages.py. A failure is always reported.
+When stdin ends or a parent dies, everything that was started is killed: by the parent-death signal, by process group,
+and by the mark (base/process.py). It never blocks on a single source.
 """
 
 from __future__ import annotations
@@ -37,8 +24,10 @@ from typing import Any
 from seatrial.base import process
 from seatrial.base.address import interface_towards
 from seatrial.base.event_loop import EventLoop
+from seatrial.base.files import parse_json
 from seatrial.base.lines import Channel
 from seatrial.base.signals import SignalQueue
+from seatrial.check.live import messages as msg
 from seatrial.check.live.agent_tasks import Task, executes, last_lines, listens, start
 from seatrial.check.live.reach import hello, reach
 
@@ -69,7 +58,7 @@ class Agent:
 
     def serve(self) -> None:
         """Run until stdin ends or a termination signal arrives."""
-        self.conductor.send({"hello": hello(self.listener.getsockname()[1])})
+        self._send(hello(self.listener.getsockname()[1]))
         while not (self.terminated or self.conductor.closed):
             self.sources.wait(self._timeout_s())
             self._clock()
@@ -83,12 +72,19 @@ class Agent:
     # -- input
 
     def _orders(self) -> None:
-        for order in self.conductor.receive():
+        for values in self.conductor.receive():
+            number = -1
+            # What fails is reported, so that nobody waits for a reply.
             try:
-                self._on_order(order)
-            except (KeyError, TypeError, ValueError, OSError) as error:
-                # From another version, or this host lacks a resource: report it, so that nobody waits for a reply.
-                self._fail(order.get("id", -1), f"{type(error).__name__}: {error}")
+                match msg.decode(values, msg.ToAgent, exact=False):
+                    case msg.Cancel(number):
+                        self._cancel(number)
+                    case msg.Ask(number, limit_s, order):
+                        self._on_order(number, limit_s, order)
+            except ValueError as error:  # from another version
+                self._fail(number, f"unknown order: {error}")
+            except OSError as error:  # this host lacks a resource
+                self._fail(number, f"{type(error).__name__}: {error}")
 
     def _on_signals(self) -> None:
         arrived = self.signals.read()
@@ -103,38 +99,33 @@ class Agent:
             return
         connection.close()
 
-    def _on_order(self, order: dict[str, Any]) -> None:
-        number, do = int(order["id"]), order["do"]
-        limit_s = float(order.get("limit_s", 60.0))
-        if do == "ping":
-            self._done(number, {"clock": time.time()})
-        elif do == "port":
-            self._done(number, {"ports": free_ports(int(order["count"]))})
-        elif do == "cancel":
-            self._cancel(int(order["order"]))
-        elif do == "node":
-            arguments = json.dumps([order["options"], order["toward"]])
-            self._start(number, process.python("seatrial.check.live.agent", "--node", arguments), limit_s)
-        elif do == "run":
-            self._run(number, [str(word) for word in order["argv"]], limit_s, order.get("listen"))
-        elif do == "reach":
-            body = partial(_reach, [(str(a), int(p)) for a, p in order["targets"]], limit_s)
-            self._watch(start(number, body, limit_s + 1))
-        elif do in ("prepare", "ranks"):
-            self._forward(number, order, limit_s)
-        else:
-            raise ValueError(f"unknown order: {do!r}")
+    def _on_order(self, number: int, limit_s: float, values: dict[str, Any]) -> None:
+        match msg.decode(values, msg.AnyOrder):
+            case msg.Ping():
+                self._done(number, msg.Clock(time.time()))
+            case msg.FindPorts(count):
+                self._done(number, msg.Ports(free_ports(count)))
+            case msg.Reach(targets):
+                body = partial(_reach, targets, limit_s)
+                self._watch(start(number, body, limit_s + 1, prints_answer=True))
+            case msg.MeasureNode(options, toward):
+                arguments = json.dumps([options, toward])
+                command = process.python("seatrial.check.live.agent", "--node", arguments)
+                self._watch(start(number, executes(command, os.environ), limit_s, prints_answer=True))
+            case msg.RunTool(argv, listen):
+                self._run(number, argv, limit_s, listen)
+            case msg.Prepare():
+                self._forward(number, values, max(limit_s, _FORK_SERVER_START_S))
+            case msg.RunRanks():
+                self._forward(number, values, limit_s)
 
     def _run(self, number: int, argv: list[str], limit_s: float, port: int | None) -> None:
         if shutil.which(argv[0]) is None:
-            self._done(number, {"absent": True})
+            self._done(number, msg.ToolResult(None))
             return
-        pid = self._start(number, argv, limit_s)
+        task = self._watch(start(number, executes(argv, os.environ), limit_s))
         if port is not None:
-            self.listening[pid] = port
-
-    def _start(self, number: int, argv: list[str], limit_s: float) -> int:
-        return self._watch(start(number, executes(argv, os.environ), limit_s)).pid
+            self.listening[task.pid] = port
 
     def _watch(self, task: Task) -> Task:
         self.tasks[task.pid] = task
@@ -161,11 +152,12 @@ class Agent:
             if task.order == order and task is not self.fork_server:
                 task.kill()
         if order in self.forwarded and self.channel is not None:
-            self.channel.post({"cancel": order})
+            self.channel.post(msg.encode(msg.Cancel(order)))
 
     # -- fork server
 
     def _forward(self, number: int, order: dict[str, Any], limit_s: float) -> None:
+        """Have the fork server execute an order."""
         if self.channel is None:
             self.channel, other = Channel.pair()
             command = process.python("seatrial.check.live.fork_server", str(other.fileno()))
@@ -174,20 +166,18 @@ class Agent:
             self.fork_server = self._watch(start(-1, body, float("inf"), keep=[other.fileno()]))
             other.close()
             self.sources.watch(self.channel, self._fork_server_said)
-        if order["do"] == "prepare":
-            limit_s = max(limit_s, _FORK_SERVER_START_S)
         self.forwarded[number] = time.monotonic() + limit_s + _STUCK_S
-        self.channel.post({**order, "limit_s": limit_s})
+        self.channel.post(msg.encode(msg.Ask(number, limit_s, order)))
 
     def _fork_server_said(self) -> None:
         if self.channel is None:
             return
-        for message in self.channel.receive():
-            number = message["id"]
-            if number in self.forwarded:  # else it was given up
-                if "note" not in message:
-                    del self.forwarded[number]
-                self.conductor.send(message)
+        for values in self.channel.receive():
+            message = msg.decode(values, msg.FromAgent)
+            if message.id in self.forwarded:  # else it was given up
+                if not isinstance(message, msg.Listening):
+                    del self.forwarded[message.id]
+                self._send(message)
         if self.channel.closed:
             self._close_fork_server_channel()
 
@@ -218,9 +208,26 @@ class Agent:
         elif task.too_late:
             self._late(task)
         else:
-            seconds = round(time.monotonic() - task.started_at, 3)
-            values = {"rc": status, "out": task.out.decode("utf-8", "replace"), "seconds": seconds}
-            self._done(task.order, values | {"err": task.err.decode("utf-8", "replace")})
+            out, err = task.out.decode("utf-8", "replace"), task.err.decode("utf-8", "replace")
+            if task.prints_answer:
+                self._pass_on(task.order, status, out, err)
+            else:
+                seconds = round(time.monotonic() - task.started_at, 3)
+                self._done(task.order, msg.ToolResult(status, out, err, seconds))
+
+    def _pass_on(self, number: int, status: int, out: str, err: str) -> None:
+        """The answer that a process has printed."""
+        if status != 0:
+            self._fail(number, f"ended with {status}: {err.strip()[-300:]}")
+            return
+        try:
+            answer = parse_json(out)
+        except ValueError:
+            answer = None
+        if isinstance(answer, dict):
+            self._send(msg.Done(number, answer))
+        else:
+            self._fail(number, "printed no readable output")
 
     def _late(self, task: Task) -> None:
         text = f"did not end within {task.limit_s:g} s"
@@ -238,7 +245,7 @@ class Agent:
         for pid, port in list(self.listening.items()):
             if listens(port):
                 del self.listening[pid]
-                self.conductor.send({"id": self.tasks[pid].order, "note": {"listening": port}})
+                self._send(msg.Listening(self.tasks[pid].order, port))
         for task in [t for t in self.tasks.values() if t.until <= now]:
             if task.too_late:
                 # Killed, and still there: in an uninterruptible system call. Report it to the conductor.
@@ -256,11 +263,14 @@ class Agent:
 
     # -- output
 
-    def _done(self, number: int, value: dict[str, Any]) -> None:
-        self.conductor.send({"id": number, "done": value})
+    def _done(self, number: int, answer: msg.Message) -> None:
+        self._send(msg.Done(number, msg.encode(answer)))
 
     def _fail(self, number: int, why: str) -> None:
-        self.conductor.send({"id": number, "failed": why})
+        self._send(msg.Failed(number, why))
+
+    def _send(self, message: msg.FromAgent) -> None:
+        self.conductor.send(msg.encode(message))
 
 
 def free_ports(count: int) -> list[int]:
@@ -272,8 +282,8 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def _reach(targets: list[tuple[str, int]], limit_s: float) -> int:
-    print(json.dumps(reach(targets, limit_s)))
+def _reach(targets: list[msg.Endpoint], limit_s: float) -> int:
+    print(json.dumps(msg.encode(reach(targets, limit_s))))
     return 0
 
 
@@ -286,7 +296,7 @@ def _node(text: str) -> int:
     options, toward = json.loads(text)
     if options["interface"] is None and toward is not None:
         options["interface"] = interface_towards(toward)
-    print(json.dumps(measure(NodeOptions(**options), progress)))
+    print(json.dumps(msg.encode(msg.NodeMeasured(measure(NodeOptions(**options), progress)))))
     return 0
 
 

@@ -18,30 +18,31 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, Generic
 
 from seatrial.base import process
 from seatrial.base.files import parse_json
+from seatrial.check.live import messages as msg
 from seatrial.check.live.agent_tasks import last_lines
 from seatrial.check.live.hosts import Host
+from seatrial.check.live.messages import Answer, Order
 
 _LEAVE_S = 5.0  # for agents to exit on their own, before they are killed
 _TAIL_BYTES = 4096
 _FILES_A_HOST, _OTHER_FILES = 3, 128
 _GRACE_S = 5.0  # beyond an order's own limit: for the agent to kill and report, and for the reply to arrive
 
-Order = dict[str, Any]
 Key = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Reply:
+class Reply(Generic[Answer]):
     """The result of an order. `value` is None if there is none; then `problem` is the reason.
 
     `alive`: the agent itself has replied, whatever the reply contains.
     """
 
-    value: Mapping[str, Any] | None
+    value: Answer | None
     problem: str = ""
     alive: bool = True
 
@@ -55,7 +56,7 @@ class _AgentConnection:
         self.waiting = b""  # orders that its pipe has not accepted yet
         self.err = b""
         self.ended = ""  # the reason, once it has ended
-        self.hello: Mapping[str, Any] | None = None
+        self.hello: msg.Hello | None = None
         agent = process.python("seatrial.check.live.agent", interpreter=python)
         command = host.command(*agent, environment={process.MARK: mark})
         try:
@@ -82,7 +83,7 @@ class _AgentConnection:
         _, stdout, stderr = _pipes(self.process)
         return [stream.fileno() for stream in (stdout, stderr) if not stream.closed]
 
-    def read(self) -> list[dict[str, Any]]:
+    def read(self) -> list[msg.FromAgent]:
         """The messages that have arrived."""
         if self.process is None or self.ended:
             return []
@@ -92,12 +93,8 @@ class _AgentConnection:
         found = []
         for line in lines:
             try:
-                message = parse_json(line)
-            except ValueError:
-                message = None
-            if isinstance(message, dict):
-                found.append(message)
-            else:  # output of a login script: reported if nothing better arrives
+                found.append(_message(line))
+            except ValueError:  # output of a login script: reported if nothing better arrives
                 self.err = (self.err + line + b"\n")[-_TAIL_BYTES:]
         if over:
             self._on_end()
@@ -138,10 +135,10 @@ class _AgentConnection:
         words = last_lines(self.err)
         self.ended = f"its agent {how}" + (f": {words}" if words else "")
 
-    def send(self, order: Order | None = None) -> None:
-        """Send an order, and what it has not accepted of earlier ones; never blocks."""
-        if order is not None:
-            self.waiting += json.dumps(order).encode() + b"\n"
+    def send(self, message: msg.ToAgent | None = None) -> None:
+        """Send a message, and what it has not accepted of earlier ones; never blocks."""
+        if message is not None:
+            self.waiting += json.dumps(msg.encode(message)).encode() + b"\n"
         while self.waiting and not self.ended:
             try:
                 sent = os.write(self.stdin, self.waiting)
@@ -173,6 +170,14 @@ class _AgentConnection:
         for stream in _pipes(self.process):
             with contextlib.suppress(BrokenPipeError):
                 stream.close()
+
+
+def _message(line: bytes) -> msg.FromAgent:
+    values = parse_json(line)
+    if not isinstance(values, dict):
+        raise ValueError("not a message")
+    message: msg.FromAgent = msg.decode(values, msg.FromAgent, exact=False)
+    return message
 
 
 def _pipes(started: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes], IO[bytes]]:
@@ -232,7 +237,7 @@ class AgentPool:
         self.lines = []
         self._epoll.close()
 
-    def greet(self, timeout_s: float) -> dict[int, Reply]:
+    def greet(self, timeout_s: float) -> dict[int, Reply[msg.Hello]]:
         """What each agent reports about its host; waits at most `timeout_s`."""
         until = time.monotonic() + timeout_s
         while any(line.hello is None and not line.ended for line in self.lines):
@@ -252,20 +257,21 @@ class AgentPool:
 
     def ask(
         self,
-        orders: Mapping[Key, Order],
+        orders: Mapping[Key, Order[Answer]],
         *,
         limit_s: float,
-        note: Callable[[Key, Mapping[str, Any]], Mapping[Key, Order]] | None = None,
+        listening: Callable[[Key, int], Mapping[Key, Order[Answer]]] | None = None,
         wait_s: float = _GRACE_S,
-        failed: Callable[[Reply], bool] | None = None,
-    ) -> dict[Key, Reply]:
+        failed: Callable[[Reply[Answer]], bool] | None = None,
+    ) -> dict[Key, Reply[Answer]]:
         """Send orders to hosts and collect all replies. A key is (position of the host, what distinguishes its orders).
 
         Each has `limit_s` from when it is sent; without a reply after another `wait_s` it fails and is cancelled.
-        `note` is called with a host's intermediate messages and returns further orders. With `failed`, orders whose
-        keys have the same second part belong together: once `failed` is true for a reply, the others are cancelled.
+        `listening` is called with the port that an order's tool or store listens on by now, and returns further orders.
+        With `failed`, orders whose keys have the same second part belong together: once `failed` is true for a reply, the
+        others are cancelled.
         """
-        asking = _PendingOrders(self, limit_s, wait_s, note, failed)
+        asking = _PendingOrders(self, limit_s, wait_s, listening, failed)
         asking.send(orders)
         while asking.open:
             for host, message in self._pump(min(until for _, until in asking.open.values())):
@@ -273,13 +279,13 @@ class AgentPool:
             asking.expire(time.monotonic())
         return asking.replies
 
-    def send(self, host: int, order: Order) -> int:
+    def send(self, host: int, order: Order[Any], limit_s: float) -> int:
         """Send an order to a host and return the order's number. Only `ask` receives the reply."""
         self._last += 1
-        self.lines[host].send({**order, "id": self._last})
+        self.lines[host].send(msg.Ask(self._last, limit_s, msg.encode(order)))
         return self._last
 
-    def _pump(self, until: float) -> list[tuple[int, dict[str, Any] | None]]:
+    def _pump(self, until: float) -> list[tuple[int, msg.FromAgent | None]]:
         """The next messages of any hosts, waiting for them until `until`; None for an agent that has ended."""
         writes = {line.stdin: n for n, line in enumerate(self.lines) if line.waiting and not line.ended}
         for fd in writes:
@@ -287,14 +293,14 @@ class AgentPool:
         ready = self._epoll.poll(max(0.0, until - time.monotonic()))
         for fd in writes:
             self._epoll.unregister(fd)
-        found: list[tuple[int, dict[str, Any] | None]] = []
+        found: list[tuple[int, msg.FromAgent | None]] = []
         for number in dict.fromkeys(writes.get(fd, self._of.get(fd, -1)) for fd, _ in ready):
             line = self.lines[number]
             line.send()
             before = line.reads
             for message in line.read():
-                if "hello" in message:
-                    line.hello = message["hello"]
+                if isinstance(message, msg.Hello):
+                    line.hello = message
                 else:
                     found.append((number, message))
             for fd in set(before) - set(line.reads):
@@ -306,7 +312,7 @@ class AgentPool:
         return found
 
 
-class _PendingOrders:
+class _PendingOrders(Generic[Answer]):
     """Orders in flight, and the replies so far."""
 
     def __init__(
@@ -314,21 +320,16 @@ class _PendingOrders:
         agent_pool: AgentPool,
         limit_s: float,
         wait_s: float,
-        note: Callable[[Key, Mapping[str, Any]], Mapping[Key, Order]] | None,
-        failed: Callable[[Reply], bool] | None,
+        listening: Callable[[Key, int], Mapping[Key, Order[Answer]]] | None,
+        failed: Callable[[Reply[Answer]], bool] | None,
     ) -> None:
-        self.agent_pool, self.limit_s, self.wait_s, self.note, self.failed = (
-            agent_pool,
-            limit_s,
-            wait_s,
-            note,
-            failed,
-        )
+        self.agent_pool, self.limit_s, self.wait_s = agent_pool, limit_s, wait_s
+        self.listening, self.failed = listening, failed
         self.open: dict[Key, tuple[int, float]] = {}  # number of the order, deadline
-        self.keys: dict[int, Key] = {}
-        self.replies: dict[Key, Reply] = {}
+        self.sent: dict[int, tuple[Key, Order[Answer]]] = {}
+        self.replies: dict[Key, Reply[Answer]] = {}
 
-    def send(self, orders: Mapping[Key, Order]) -> None:
+    def send(self, orders: Mapping[Key, Order[Answer]]) -> None:
         for key, order in orders.items():
             assert key not in self.open, f"two orders of one name: {key}"
             assert key not in self.replies, f"two orders of one name: {key}"
@@ -336,24 +337,30 @@ class _PendingOrders:
             if line.ended or line.hello is None:
                 self._reply(key, Reply(None, line.ended or "its agent never responded", alive=False))
                 continue
-            number = self.agent_pool.send(key[0], {**order, "limit_s": self.limit_s})
+            number = self.agent_pool.send(key[0], order, self.limit_s)
             self.open[key] = (number, time.monotonic() + self.limit_s + self.wait_s)
-            self.keys[number] = key
+            self.sent[number] = key, order
 
-    def on_message(self, host: int, message: dict[str, Any] | None) -> None:
+    def on_message(self, host: int, message: msg.FromAgent | None) -> None:
         if message is None:
             for key in [key for key in self.open if key[0] == host]:
                 self._reply(key, Reply(None, self.agent_pool.lines[host].ended, alive=False))
             return
-        key = self.keys.get(message.get("id", -1), (-1, 0))
+        if isinstance(message, msg.Hello) or message.id not in self.sent:
+            return
+        key, order = self.sent[message.id]
         if key[0] != host or key not in self.open:
             return  # late, for an order that was cancelled
-        if "note" in message:
-            self.send({} if self.note is None else self.note(key, message["note"]))
-        elif "done" in message:
-            self._reply(key, Reply(message["done"]))
-        else:
-            self._reply(key, Reply(None, str(message.get("failed", "an unknown reply"))))
+        match message:
+            case msg.Listening(port=port):
+                self.send({} if self.listening is None else self.listening(key, port))
+            case msg.Failed(why=why):
+                self._reply(key, Reply(None, why))
+            case msg.Done(answer=values):
+                try:
+                    self._reply(key, Reply(order.answer(values)))
+                except ValueError as error:  # from another version
+                    self._reply(key, Reply(None, f"an unknown reply: {error}"))
 
     def expire(self, now: float) -> None:
         for key, (number, until) in list(self.open.items()):
@@ -362,7 +369,7 @@ class _PendingOrders:
                 why = f"no reply within {self.limit_s + self.wait_s:g} s"
                 self._reply(key, Reply(None, why, alive=False))
 
-    def _reply(self, key: Key, reply: Reply) -> None:
+    def _reply(self, key: Key, reply: Reply[Answer]) -> None:
         self.open.pop(key, None)
         self.replies[key] = reply
         if self.failed is None or not self.failed(reply):
@@ -374,4 +381,4 @@ class _PendingOrders:
                 self.open[other] = (number, soon)
 
     def _cancel(self, host: int, number: int) -> None:
-        self.agent_pool.send(host, {"do": "cancel", "order": number})
+        self.agent_pool.lines[host].send(msg.Cancel(number))

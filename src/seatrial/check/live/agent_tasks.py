@@ -25,6 +25,7 @@ class Task:
     limit_s: float
     out_pipe: FileIO
     err_pipe: FileIO
+    prints_answer: bool = False  # `out` is to be the answer to the order, encoded
     out: bytearray = field(default_factory=bytearray)
     err: bytearray = field(default_factory=bytearray)
     too_late: bool = False
@@ -63,7 +64,14 @@ def last_lines(data: bytes) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
-def start(order: int, body: Callable[[], int], limit_s: float, *, keep: Sequence[int] = ()) -> Task:
+def start(
+    order: int,
+    body: Callable[[], int],
+    limit_s: float,
+    *,
+    keep: Sequence[int] = (),
+    prints_answer: bool = False,
+) -> Task:
     """Fork a child that runs `body` with its stdout and stderr in pipes. `body` may exec another program.
 
     Descriptors in `keep` stay open through an exec. The child dies with this process (base/process.py).
@@ -85,7 +93,7 @@ def start(order: int, body: Callable[[], int], limit_s: float, *, keep: Sequence
         os.close(err_in)
     os.set_blocking(out, False)
     os.set_blocking(err, False)
-    return Task(order, pid, time.monotonic() + limit_s, limit_s, FileIO(out), FileIO(err))
+    return Task(order, pid, time.monotonic() + limit_s, limit_s, FileIO(out), FileIO(err), prints_answer)
 
 
 def executes(argv: Sequence[str], environment: Mapping[str, str]) -> Callable[[], int]:

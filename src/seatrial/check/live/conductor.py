@@ -19,6 +19,7 @@ from seatrial.check.judging.findings import Finding
 from seatrial.check.judging.measured import of_nodes
 from seatrial.check.judging.report import Report
 from seatrial.check.live import ib_pair, live_judge
+from seatrial.check.live import messages as msg
 from seatrial.check.live.agent_pool import AgentPool, Reply
 from seatrial.check.live.hosts import Host
 from seatrial.check.live.live_bench import LiveBench
@@ -109,7 +110,7 @@ def check_live(hosts: list[Host], options: LiveOptions, progress: Callable[[str]
         )
         thresholds = _SHARED if bench.shared else Thresholds()
         # TCP flows do not measure what a fabric's port can carry.
-        rate = options.port_gbit_s if any(hello["rdma"] for hello in bench.hello.values()) else None
+        rate = options.port_gbit_s if any(hello.rdma for hello in bench.hello.values()) else None
         found = localise(bench, names, options.topology, rate, thresholds=thresholds, stages=options.stages)
     report = _report(bench, found, options)
     if "node" in options.stages:
@@ -137,7 +138,7 @@ def _node_options(options: LiveOptions) -> NodeOptions:
 
 
 def _clocks(
-    agent_pool: AgentPool, greetings: Mapping[int, Reply], timeout_s: float
+    agent_pool: AgentPool, greetings: Mapping[int, Reply[msg.Hello]], timeout_s: float
 ) -> dict[int, Offset | None]:
     """Offset of each host's clock from ours, by the shortest of several round trips."""
     trips: dict[int, list[tuple[float, float, float]]] = {n: [] for n in greetings}
@@ -147,11 +148,9 @@ def _clocks(
         ]:  # skip hosts that missed a reply
             # One at a time: with many at once, we would be what delays them.
             sent = time.time()
-            reply = agent_pool.ask({(n, 0): {"do": "ping"}}, limit_s=min(timeout_s, _PING_S), wait_s=0.0)[
-                n, 0
-            ]
+            reply = agent_pool.ask({(n, 0): msg.Ping()}, limit_s=min(timeout_s, _PING_S), wait_s=0.0)[n, 0]
             if reply.value is not None:
-                trips[n].append((sent, float(reply.value["clock"]), time.time()))
+                trips[n].append((sent, reply.value.clock, time.time()))
     return {n: offset_of(found) for n, found in trips.items()}
 
 

@@ -20,6 +20,7 @@ import torch
 from seatrial.base import process
 from seatrial.base.fork_server import ForkServer, import_to_share
 from seatrial.base.lines import Channel
+from seatrial.check.live import messages as msg
 from seatrial.check.live import probe_pair
 from seatrial.check.live.agent_tasks import last_lines
 from seatrial.check.live.nccl_lines import topology_lines
@@ -35,13 +36,9 @@ class _Rank:
     pid: int
     channel: Channel | None  # None once it has closed its end
     log: int
-    result: dict[str, Any] | None = None
+    measured: msg.Measured = field(default_factory=msg.Measured)
+    failed: str = ""  # why, by itself
     status: int | None = None
-
-    @property
-    def whole(self) -> bool:
-        """Whether it has measured everything that it was asked to."""
-        return self.result is not None and bool(self.result.get("whole"))
 
 
 @dataclass
@@ -76,34 +73,37 @@ class ProbeForkServer:
         soonest = min((o.until for o in self.orders.values()), default=None)
         return None if soonest is None else max(0.0, soonest - time.monotonic())
 
-    def _on_order(self, message: dict[str, Any]) -> None:
-        if "cancel" in message:
-            if (order := self.orders.get(message["cancel"])) is not None:
-                order.why = order.why or "cancelled: its partner failed"
-                order.until = time.monotonic() + _GIVE_UP_S
-                self._kill(order)
-        elif message["do"] == "prepare":
-            self.channel.send({"id": message["id"], "done": {"torch": torch.__version__}})
-        else:
-            self._begin(message)
+    def _on_order(self, values: dict[str, Any]) -> None:
+        match msg.decode(values, msg.ToAgent):
+            case msg.Cancel(number):
+                if (order := self.orders.get(number)) is not None:
+                    order.why = order.why or "cancelled: its partner failed"
+                    order.until = time.monotonic() + _GIVE_UP_S
+                    self._kill(order)
+            case msg.Ask(number, limit_s, content):
+                match msg.decode(content, msg.AnyOrder):
+                    case msg.Prepare():
+                        self._done(number, msg.Prepared(torch.__version__))
+                    case msg.RunRanks() as spec:
+                        self._begin(number, limit_s, spec)
 
-    def _begin(self, message: dict[str, Any]) -> None:
-        spec, limit_s = message["spec"], float(message["limit_s"])
+    def _begin(self, number: int, limit_s: float, spec: msg.RunRanks) -> None:
         now = time.monotonic()
-        order = _Order(message["id"], now + limit_s, limit_s, float(spec["seconds"]["stall"]))
+        order = _Order(number, now + limit_s, limit_s, spec.durations.stall_s)
         order.until = min(order.last, now + order.stall_s)
-        self.orders[order.number] = order
-        for local, number in enumerate(spec["ranks"]):
-            rank = self._fork(spec, number, local, limit_s)
+        self.orders[number] = order
+        for local in range(len(spec.ranks)):
+            rank = self._fork(spec, local, limit_s)
             order.ranks[rank.pid] = rank
 
-    def _fork(self, spec: dict[str, Any], number: int, local: int, limit_s: float) -> _Rank:
+    def _fork(self, spec: msg.RunRanks, local: int, limit_s: float) -> _Rank:
+        number = spec.ranks[local]
         ours, theirs = Channel.pair()
         log = os.memfd_create(f"rank{number}")
 
         def body() -> int:
             ours.close()
-            return probe_pair.run(spec, number, local, limit_s, theirs)
+            return probe_pair.run(spec, local, limit_s, theirs)
 
         rank = _Rank(number, self.server.fork(body, log), ours, log)
         theirs.close()
@@ -114,13 +114,16 @@ class ProbeForkServer:
         if rank.channel is None:
             return
         order = self._of(rank.pid)
-        for message in rank.channel.receive():
+        for values in rank.channel.receive():
             if order is not None and not order.why:
                 order.until = min(order.last, time.monotonic() + order.stall_s)
-            if "note" in message and order is not None:
-                self.channel.send({"id": order.number, "note": message["note"]})
-            else:
-                rank.result = {**(rank.result or {}), **message}
+            match msg.decode(values, msg.FromRank):
+                case msg.StoreServed(port) if order is not None:
+                    self.channel.send(msg.encode(msg.Listening(order.number, port)))
+                case msg.Measured() as measured:
+                    rank.measured = measured
+                case msg.RankFailed(why):
+                    rank.failed = why
         if rank.channel.closed:
             self._close_channel(rank)
 
@@ -141,26 +144,28 @@ class ProbeForkServer:
         order.ranks[pid].status = status
         if all(r.status is not None for r in order.ranks.values()):
             self._finish(order)
-        elif not order.ranks[pid].whole and not order.why:
+        elif not order.ranks[pid].measured.whole and not order.why:
             # The other ranks of this host would only wait for it.
             order.last = order.until = min(order.until, time.monotonic() + _GIVE_UP_S)
 
     def _finish(self, order: _Order) -> None:
         del self.orders[order.number]
-        entries = []
+        results = []
         for rank in order.ranks.values():
             text = _text(rank.log)
             os.close(rank.log)
             self._close_channel(rank)
-            one = dict(rank.result or {})
-            if not rank.whole and "failed" not in one:
-                one["failed"] = order.why or process.status_text(rank.status or 0)
+            failed = rank.failed
+            if not rank.measured.whole and not failed:
+                failed = order.why or process.status_text(rank.status or 0)
                 if text:
-                    one["failed"] += f"; stderr: {last_lines(text)}"
-            entries.append(
-                {"rank": rank.number, "nccl": topology_lines(text.decode("utf-8", "replace")), **one}
-            )
-        self.channel.send({"id": order.number, "done": {"ranks": entries}})
+                    failed += f"; stderr: {last_lines(text)}"
+            lines = topology_lines(text.decode("utf-8", "replace"))
+            results.append(msg.RankResult(rank.number, rank.measured, failed, lines))
+        self._done(order.number, msg.RanksEnded(results))
+
+    def _done(self, number: int, answer: msg.Message) -> None:
+        self.channel.send(msg.encode(msg.Done(number, msg.encode(answer))))
 
     def _kill(self, order: _Order) -> None:
         for rank in order.ranks.values():
@@ -173,7 +178,7 @@ class ProbeForkServer:
             if order.why:
                 self._finish(order)  # killed, and still there: report it without waiting
                 continue
-            gone = any(r.status is not None and not r.whole for r in order.ranks.values())
+            gone = any(r.status is not None and not r.measured.whole for r in order.ranks.values())
             stalled = f"no data received for {order.stall_s:g} s"
             late = f"no result within {order.limit_s:g} s" if order.last <= now else stalled
             order.why = "another rank on this host failed" if gone else late

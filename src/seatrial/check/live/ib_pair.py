@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from seatrial.check.blame.rounds import Round
 from seatrial.check.judging.findings import Finding, Target
-from seatrial.check.live.agent_pool import AgentPool, Key, Order
+from seatrial.check.live import messages as msg
+from seatrial.check.live.agent_pool import AgentPool, Key
 from seatrial.check.live.hosts import Host
 from seatrial.check.outputs import perftest
 from seatrial.check.outputs.perftest_judge import judge
@@ -42,16 +42,16 @@ class EndResult:
     blocked: bool = False
 
 
-def end_result(reply: Mapping[str, Any], node: str) -> EndResult:
-    """The result of an agent's "run" order on `node`."""
-    if reply.get("absent"):
+def end_result(tool: msg.ToolResult, node: str) -> EndResult:
+    """What the tool's result on `node` means."""
+    if tool.absent:
         why = f"{TOOL} (perftest) is not installed"
         return EndResult(None, (_unjudged(node, why, "install perftest on every node"),), blocked=True)
-    text, file = f"{reply.get('out', '')}\n{reply.get('err', '')}", f"{TOOL} on {node}"
+    text, file = f"{tool.out}\n{tool.err}", f"{TOOL} on {node}"
     try:
         runs = perftest.parse(Lines.of(text), file)
     except ParseError:
-        why = f"{TOOL} printed no known output (exit code {reply.get('rc')})"
+        why = f"{TOOL} printed no known output (exit code {tool.rc})"
         return EndResult(None, (_unjudged(node, why, ""),), blocked=True)
     rates = [
         max(run.rows, key=lambda row: row.size_bytes).gbit_s
@@ -66,12 +66,12 @@ def end_result(reply: Mapping[str, Any], node: str) -> EndResult:
     return EndResult(None, own, blocked=bool(own))
 
 
-def without_devices(reply: Mapping[str, Any], node: str) -> list[Finding]:
+def without_devices(tool: msg.ToolResult, node: str) -> list[Finding]:
     """Findings for a host without RDMA devices, from calling the tool there: why its RDMA is not judged."""
-    if reply.get("absent"):
+    if tool.absent:
         why = "this host shows no RDMA device, and perftest, which would confirm it, is not installed"
         return [Finding("NET007", "UNJUDGED", Target(node=node), why)]
-    return list(end_result(reply, node).findings)
+    return list(end_result(tool, node).findings)
 
 
 def rates(
@@ -87,29 +87,30 @@ def rates(
     for server, client in ((0, 1), (1, 0)):
         ends = {k: (int(round_.pairs[k][server]), int(round_.pairs[k][client])) for k in which}
         wanted = {(e[0], k): e for k, e in ends.items()}
-        ports = agent_pool.ask({key: {"do": "port", "count": rails} for key in wanted}, limit_s=10.0)
-        serve: dict[Key, Order] = {}
-        of: dict[Key, tuple[int, int, int]] = {}
+        ports = agent_pool.ask({key: msg.FindPorts(rails) for key in wanted}, limit_s=10.0)
+        serve: dict[Key, msg.RunTool] = {}
+        of: dict[Key, tuple[int, int]] = {}
         for k, (a, _) in ends.items():
-            offered = (ports[a, k].value or {}).get("ports", [])
-            for rail, port in enumerate(offered):
+            offered = ports[a, k].value
+            for rail, port in enumerate(offered.ports if offered is not None else ()):
                 if not round_.rails[k, rail]:
                     continue
                 part = k * rails + rail
-                of[a, part] = (k, rail, port)
-                argv = command(devices[rail], port, None)
-                serve[a, part] = {"do": "run", "argv": argv, "listen": port}
+                of[a, part] = (k, rail)
+                serve[a, part] = msg.RunTool(command(devices[rail], port, None), port)
 
         def connect(
-            key: Key, note: Mapping[str, Any], of: Mapping[Key, Any] = of, ends: Mapping[int, Any] = ends
-        ) -> Mapping[Key, Order]:
-            k, rail, port = of[key]
+            key: Key,
+            port: int,
+            of: Mapping[Key, tuple[int, int]] = of,
+            ends: Mapping[int, tuple[int, int]] = ends,
+        ) -> Mapping[Key, msg.RunTool]:
+            k, rail = of[key]
             a, b = ends[k]
-            argv = command(devices[rail], port, hosts[a].address)
-            return {(b, key[1]): {"do": "run", "argv": argv}}
+            return {(b, key[1]): msg.RunTool(command(devices[rail], port, hosts[a].address))}
 
-        replies = agent_pool.ask(serve, limit_s=_LIMIT_S, note=connect)
-        for (a, part), (k, rail, _) in of.items():
+        replies = agent_pool.ask(serve, limit_s=_LIMIT_S, listening=connect)
+        for (a, part), (k, rail) in of.items():
             b = ends[k][1]
             entries = [
                 end_result(reply.value, hosts[n].name)

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -21,14 +21,14 @@ from seatrial.check.blame.nodes import Bools, Floats, Ints, NodeStage
 from seatrial.check.blame.rounds import GroupRound, Round
 from seatrial.check.judging.findings import Finding
 from seatrial.check.live import ib_pair
-from seatrial.check.live.agent_pool import AgentPool, Key, Order, Reply
+from seatrial.check.live import messages as msg
+from seatrial.check.live.agent_pool import AgentPool, Key, Reply
 from seatrial.check.live.hosts import Host
 from seatrial.check.live.live_ranks import Outcome, RankGroup, Ranks
-from seatrial.check.live.presence import PresenceCheck, printed
+from seatrial.check.live.presence import PresenceCheck
 from seatrial.check.node.columns import columns
 from seatrial.check.node.node_stage import NodeOptions
 
-Facts = dict[str, Any]
 MIB = 1 << 20
 # From the smallest, bound by latency, to one that fills a link.
 SIZES = {"cpu": (64 << 10, MIB, 8 * MIB), "cuda": (MIB, 64 * MIB, 1024 * MIB)}
@@ -58,7 +58,7 @@ class LiveBench:
         self,
         agent_pool: AgentPool,
         hosts: Sequence[Host],
-        greetings: Mapping[int, Reply],
+        greetings: Mapping[int, Reply[msg.Hello]],
         options: NodeOptions,
         *,
         device: Literal["cpu", "cuda", "auto"] = "auto",
@@ -69,13 +69,13 @@ class LiveBench:
     ) -> None:
         self.agent_pool, self.hosts, self.options, self.report = agent_pool, list(hosts), options, report
         self.hello = {n: r.value for n, r in greetings.items() if r.value is not None}
-        self.machines = [str(self.hello.get(n, {}).get("machine", f"host {n}")) for n in range(len(hosts))]
+        self.machines = [self.hello[n].machine if n in self.hello else f"host {n}" for n in range(len(hosts))]
         self.wanted_device, self.wanted_sizes, self.timeout_s = device, sizes, timeout_s
         self.ranks_wanted = ranks_wanted
         self.problems = HostProblems()
         self.presence = PresenceCheck(agent_pool, hosts, self.hello)
         self.presence.add_silent({n: r.problem for n, r in greetings.items() if r.value is None})
-        self.facts: dict[str, Facts | None] = {}
+        self.facts: dict[str, msg.NodeFacts | None] = {}
         self.stage: NodeStage | None = None
         self.seconds: dict[str, float] = defaultdict(float)
         self.outcomes: list[Outcome] = []
@@ -113,7 +113,7 @@ class LiveBench:
     def nodes(self, which: Ints) -> NodeStage:
         """Run the node stage on these hosts."""
         with self.timed("node"):
-            facts: dict[int, Facts | None] = {}
+            facts: dict[int, msg.NodeFacts | None] = {}
             for batch in self._batches([int(n) for n in which]):
                 facts |= self._measure(batch)
             named = {self.hosts[int(n)].name: facts[int(n)] for n in which}
@@ -136,18 +136,18 @@ class LiveBench:
         by_machine: dict[str, list[int]] = defaultdict(list)
         for n in which:
             by_machine[self.machines[n]].append(n)
-        if any(self.hello.get(n, {}).get("gpus") for n in which) and self.shared:
+        if any(n in self.hello and self.hello[n].gpus for n in which) and self.shared:
             count = max(map(len, by_machine.values()))
             return [[(m[t], True) for m in by_machine.values() if t < len(m)] for t in range(count)]
         first = [[(m[0], True) for m in by_machine.values()]]
         rest = [(n, False) for m in by_machine.values() for n in m[1:]]
         return [*first, rest] if rest else first
 
-    def _measure(self, batch: Sequence[tuple[int, bool]]) -> dict[int, Facts | None]:
+    def _measure(self, batch: Sequence[tuple[int, bool]]) -> dict[int, msg.NodeFacts | None]:
         with_load = sum(load for _, load in batch)
         alone = "" if with_load == len(batch) else ", without load: they share a machine"
         self.report(f"node stage: {_hosts(len(batch))}{alone}")
-        orders: dict[Key, Order] = {}
+        orders: dict[Key, msg.MeasureNode] = {}
         for n, load in batch:
             options = replace(
                 self.options,
@@ -156,15 +156,15 @@ class LiveBench:
                 interface=self.hosts[n].interface or self.options.interface,
             )
             other = next((h.address for m, h in enumerate(self.hosts) if m != n), None)
-            orders[n, 0] = {"do": "node", "options": asdict(options), "toward": other}
+            orders[n, 0] = msg.MeasureNode(asdict(options), other)
         replies = self.agent_pool.ask(orders, limit_s=self.options.seconds + _NODE_MARGIN_S)
-        found: dict[int, Facts | None] = {}
+        found: dict[int, msg.NodeFacts | None] = {}
         for (n, _), reply in replies.items():
-            found[n], why = printed(reply)
+            found[n] = None if reply.value is None else reply.value.facts
             if not reply.alive:
                 self.presence.add_silent({n: reply.problem})
-            elif why:
-                self.problems.stage[n] = why
+            elif reply.value is None:
+                self.problems.stage[n] = reply.problem
             else:
                 self.problems.stage.pop(n, None)
         return found
@@ -182,7 +182,7 @@ class LiveBench:
             return  # no partner to measure with
         with self.timed("pair"):
             self.report(f"importing torch on {_hosts(len(alive))}")
-            prepare: dict[Key, Order] = {(n, 0): {"do": "prepare"} for n in alive}
+            prepare = {(n, 0): msg.Prepare() for n in alive}
             replies = self.agent_pool.ask(prepare, limit_s=max(self.timeout_s, 120.0))
             for (n, _), reply in replies.items():
                 if not reply.alive:
@@ -190,25 +190,25 @@ class LiveBench:
                 elif reply.value is None:
                     self.problems.unable[n] = reply.problem
                 else:
-                    self.problems.versions[n] = str(reply.value["torch"])
+                    self.problems.versions[n] = reply.value.torch
             self._begin_perftest(alive)
             self._inside([n for n in alive if n not in self.problems.unable])
 
     def _begin_perftest(self, alive: Sequence[int]) -> None:
         """Find out why hosts without RDMA devices have none, and whether the others have perftest."""
-        bare = [n for n in alive if not self.hello[n]["rdma"]]
-        rest = [n for n in alive if self.hello[n]["rdma"]]
-        orders: dict[Key, Order] = {(n, 0): {"do": "run", "argv": [ib_pair.TOOL]} for n in bare}
-        orders |= {(n, 0): {"do": "run", "argv": [ib_pair.TOOL, "--version"]} for n in rest}
+        bare = [n for n in alive if not self.hello[n].rdma]
+        rest = [n for n in alive if self.hello[n].rdma]
+        orders = {(n, 0): msg.RunTool([ib_pair.TOOL]) for n in bare}
+        orders |= {(n, 0): msg.RunTool([ib_pair.TOOL, "--version"]) for n in rest}
         replies = self.agent_pool.ask(orders, limit_s=10.0)
         for n in bare:
             if (value := replies[n, 0].value) is not None:
                 self.findings += ib_pair.without_devices(value, self.hosts[n].name)
-        have = [n for n in rest if (v := replies[n, 0].value) is not None and not v.get("absent")]
+        have = [n for n in rest if (v := replies[n, 0].value) is not None and not v.absent]
         self.perftest = bool(rest) and len(have) == len(rest)
         for n in rest:
             if n not in have:
-                value = replies[n, 0].value or {"absent": True}
+                value = replies[n, 0].value or msg.ToolResult(None)
                 self.findings += ib_pair.end_result(value, self.hosts[n].name).findings
 
     def _inside(self, which: Sequence[int]) -> None:
@@ -252,7 +252,7 @@ class LiveBench:
         if self.stage is None:
             return False
         names = {d.partition("/")[0] for d in self.stage.devices}
-        return any(names & set(h["rdma"]) for h in self.hello.values())
+        return any(names & set(h.rdma) for h in self.hello.values())
 
     def _gpus(self, hosts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """One rank per GPU, the same number on each host (the smallest); on CPU one rank per host."""
@@ -286,8 +286,8 @@ class LiveBench:
 
     def _run_groups(self, groups: Sequence[RankGroup]) -> list[Outcome]:
         ranks = Ranks(self.agent_pool, self.hosts, self.machines, self.device)
-        seconds = {"flow": _FLOW_S[self.device], "sum": _SUM_S[self.device], "stall": _STALL_S}
-        outcomes = ranks.run(groups, seconds, self.timeout_s)
+        durations = msg.Durations(_FLOW_S[self.device], _SUM_S[self.device], _STALL_S)
+        outcomes = ranks.run(groups, durations, self.timeout_s)
         self.outcomes += outcomes
         for result in outcomes:
             self.presence.add_silent(result.silent)

@@ -46,7 +46,7 @@ def hosts(bench: LiveBench, gone: set[str]) -> Iterator[Finding]:
         text = f"ranks failed on {names[n]} ({len(whys)} times): {whys[-1]}"
         yield Finding("LIV005", "FAIL" if n in often else "WARN", Target(node=names[n]), text)
     versions = {
-        n: f"seatrial {h['version']}, Python {h['python']}, torch {problems.versions.get(n, '-')}"
+        n: f"seatrial {h.version}, Python {h.python}, torch {problems.versions.get(n, '-')}"
         for n, h in bench.hello.items()
     }
     yield from _versions(
@@ -181,7 +181,7 @@ def _log(bench: LiveBench, result: Outcome, file: str) -> NcclLog | None:
     """NCCL's lines of one rank group, with the hosts' own names replaced by ours."""
     lines = []
     for n, line in result.nccl:
-        own = re.escape(str(bench.hello[n]["host"]))
+        own = re.escape(bench.hello[n].host)
         lines.append(re.sub(rf"^(\[[^\]]*\] )?{own}:", rf"\g<1>{bench.hosts[n].name}:", line))
     try:
         return nccl_log.parse(Lines.of("\n".join(lines)), file) if lines else None

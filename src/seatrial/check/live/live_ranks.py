@@ -6,10 +6,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Literal
+from typing import Literal
 
-from seatrial.check.live.agent_pool import AgentPool, Key, Order, Reply
+from seatrial.check.live import messages as msg
+from seatrial.check.live.agent_pool import AgentPool, Key, Reply
 from seatrial.check.live.hosts import Host
+from seatrial.check.live.messages import Flow
 
 # Messages of a rank whose partner or network path failed. Any other message is about the rank's own host.
 _OF_OTHERS = re.compile(
@@ -21,7 +23,7 @@ _OF_OTHERS = re.compile(
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Ranks of some hosts together. `flows`: (sender, receiver, direction) as probe_pair.py takes them.
+    """Ranks of some hosts together. `flows`: (sender, receiver, direction), as of `RunRanks`.
 
     `gpus` are the CUDA devices of each member, one rank each; on CPU one rank per host.
     """
@@ -41,16 +43,6 @@ class RankGroup:
         """The ranks of the member at `place`."""
         first = sum(len(g) for g in self.gpus[:place])
         return list(range(first, first + len(self.gpus[place])))
-
-
-@dataclass(frozen=True)
-class Flow:
-    """One flow, as measured by its receiver."""
-
-    sender: int
-    receiver: int
-    gbit_s: float
-    message_bytes: int
 
 
 @dataclass(frozen=True)
@@ -113,84 +105,78 @@ class Ranks:
     ) -> None:
         self.agent_pool, self.hosts, self.machines, self.device = agent_pool, hosts, machines, device
 
-    def run(self, groups: Sequence[RankGroup], seconds: Mapping[str, float], limit_s: float) -> list[Outcome]:
-        """Run all groups, as many at once as possible; outcomes in the same order. `seconds`: see probe_pair.py."""
+    def run(self, groups: Sequence[RankGroup], durations: msg.Durations, limit_s: float) -> list[Outcome]:
+        """Run all groups, as many at once as possible; outcomes in the same order."""
         outcomes: dict[int, Outcome] = {}
         for batch in batches(groups, self.machines):
-            orders: dict[Key, Order] = {
-                (groups[k].members[0], k): self._order(groups[k], 0, None, seconds) for k in batch
-            }
+            orders = {(groups[k].members[0], k): self._order(groups[k], 0, None, durations) for k in batch}
 
-            def others(key: Key, note: Mapping[str, Any]) -> Mapping[Key, Order]:
+            def others(key: Key, port: int) -> Mapping[Key, msg.RunRanks]:
                 group = groups[key[1]]
-                store = [self.hosts[key[0]].address, note["port"]]
+                store = msg.Endpoint(self.hosts[key[0]].address, port)
                 return {
-                    (host, key[1]): self._order(group, place, store, seconds)
+                    (host, key[1]): self._order(group, place, store, durations)
                     for place, host in enumerate(group.members)
                     if place
                 }
 
-            replies = self.agent_pool.ask(orders, limit_s=limit_s, note=others, failed=_failed)
+            replies = self.agent_pool.ask(orders, limit_s=limit_s, listening=others, failed=_failed)
             for k in batch:
                 mine = {key[0]: reply for key, reply in replies.items() if key[1] == k}
                 outcomes[k] = outcome(groups[k], mine)
         return [outcomes[k] for k in range(len(groups))]
 
     def _order(
-        self, group: RankGroup, place: int, store: list[Any] | None, seconds: Mapping[str, float]
-    ) -> Order:
+        self, group: RankGroup, place: int, store: msg.Endpoint | None, durations: msg.Durations
+    ) -> msg.RunRanks:
         host = self.hosts[group.members[place]]
         other = group.members[1 if place == 0 and len(group.members) > 1 else 0]
-        spec = {
-            "ranks": group.ranks(place),
-            "gpus": list(group.gpus[place]),
-            "world": group.size,
-            "device": self.device,
-            "backend": "nccl" if self.device == "cuda" else "gloo",
-            "store": store,
-            "listen": host.address,
-            "interface": host.interface,
-            "toward": self.hosts[other].address,
-            "flows": [list(f) for f in group.flows],
-            "seconds": dict(seconds),
-            "sizes": list(group.sizes),
-            "hca": group.hca,
-        }
-        return {"do": "ranks", "spec": spec}
+        return msg.RunRanks(
+            ranks=group.ranks(place),
+            gpus=list(group.gpus[place]),
+            world_size=group.size,
+            device=self.device,
+            backend="nccl" if self.device == "cuda" else "gloo",
+            store=store,
+            listen=host.address,
+            interface=host.interface,
+            toward=self.hosts[other].address,
+            flows=[list(f) for f in group.flows],
+            sizes=list(group.sizes),
+            durations=durations,
+            hca=group.hca,
+        )
 
 
-def _failed(reply: Reply) -> bool:
-    return reply.value is None or any("failed" in r for r in reply.value["ranks"])
+def _failed(reply: Reply[msg.RanksEnded]) -> bool:
+    return reply.value is None or any(r.failed for r in reply.value.ranks)
 
 
-def outcome(group: RankGroup, replies: Mapping[int, Reply]) -> Outcome:
+def outcome(group: RankGroup, replies: Mapping[int, Reply[msg.RanksEnded]]) -> Outcome:
     """Combine the members' replies. A member that was not asked, because the first one failed before, has no reply."""
     result = Outcome(group)
     times: dict[int, list[list[float]]] = {}
     wrong: dict[int, int] = {}
-    rates: dict[tuple[int, int], dict[str, Any]] = {}
+    rates: dict[tuple[int, int], Flow] = {}
     for host, reply in replies.items():
         if not reply.alive:
             result.silent[host] = reply.problem
         elif reply.value is None:
             result.own[host] = reply.problem
-        for rank in [] if reply.value is None else reply.value["ranks"]:
-            result.nccl += [(host, line) for line in rank["nccl"]]
-            if "failed" in rank:
-                result.why = result.why or rank["failed"]
-                if not _OF_OTHERS.search(rank["failed"]):
-                    result.own.setdefault(host, rank["failed"])
-            measured = rank.get("measured", {})
-            for flow in measured.get("flows", []):
-                rates[flow["sender"], flow["receiver"]] = flow
-            for one in measured.get("all_reduce", []):
-                times.setdefault(one["bytes"], []).append(one["seconds"])
-                wrong[one["bytes"]] = wrong.get(one["bytes"], 0) + one["wrong"]
+        for rank in [] if reply.value is None else reply.value.ranks:
+            result.nccl += [(host, line) for line in rank.nccl]
+            if rank.failed:
+                result.why = result.why or rank.failed
+                if not _OF_OTHERS.search(rank.failed):
+                    result.own.setdefault(host, rank.failed)
+            for flow in rank.measured.flows:
+                rates[flow.sender, flow.receiver] = flow
+            for one in rank.measured.all_reduce:
+                times.setdefault(one.size_bytes, []).append(one.seconds)
+                wrong[one.size_bytes] = wrong.get(one.size_bytes, 0) + one.wrong
     result.whole = not (result.silent or result.own or result.why) and len(replies) == len(group.members)
     result.why = result.why or "; ".join([*result.silent.values(), *result.own.values()])
-    for (sender, receiver), flow in sorted(rates.items()):
-        if flow["gbit_s"] is not None:
-            result.flows.append(Flow(sender, receiver, flow["gbit_s"], flow["message_bytes"]))
+    result.flows = [flow for _, flow in sorted(rates.items())]
     for size, by_rank in sorted(times.items()):
         # A repeat ends with its slowest rank; a rank that was cut short has fewer repeats.
         slowest = [max(repeat) for repeat in zip(*by_rank, strict=False)]

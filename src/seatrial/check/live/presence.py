@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
-from seatrial.base.files import parse_json
-from seatrial.check.live.agent_pool import AgentPool, Key, Order, Reply
+from seatrial.check.live import messages as msg
+from seatrial.check.live.agent_pool import AgentPool
 from seatrial.check.live.hosts import Host
 from seatrial.check.live.reach import cut_off, partners
 
@@ -18,15 +17,11 @@ _REACH_S = 3.0  # for a TCP connection to be established; the kernel retries aft
 _TWICE = 2  # absent this often in a row, a host is not called again: it has been reported as gone
 _FEWEST = 3  # of two hosts it is undecidable which one is cut off
 
-Facts = dict[str, Any]
-
 
 class PresenceCheck:
     """Presence checks. `silent`: hosts whose agents did not reply, and why; `cut_off`: times without connection."""
 
-    def __init__(
-        self, agent_pool: AgentPool, hosts: Sequence[Host], hello: Mapping[int, Mapping[str, Any]]
-    ) -> None:
+    def __init__(self, agent_pool: AgentPool, hosts: Sequence[Host], hello: Mapping[int, msg.Hello]) -> None:
         self.agent_pool, self.hosts, self.hello = agent_pool, hosts, hello
         self.silent: dict[int, str] = {}
         self.cut_off: Counter[int] = Counter()
@@ -36,11 +31,8 @@ class PresenceCheck:
         """The absent hosts, of all that were ever present. Without `network` only whether agents reply counts."""
         which = [n for n in self.hello if self._absent[n] < _TWICE]
         tries = partners(which) if network and len(which) >= _FEWEST else {n: [] for n in which}
-        orders: dict[Key, Order] = {
-            (n, 0): {
-                "do": "reach",
-                "targets": [[self.hosts[m].address, self.hello[m]["port"]] for m in others],
-            }
+        orders = {
+            (n, 0): msg.Reach([msg.Endpoint(self.hosts[m].address, self.hello[m].port) for m in others])
             for n, others in tries.items()
         }
         replies = self.agent_pool.ask(orders, limit_s=_REACH_S)
@@ -49,8 +41,8 @@ class PresenceCheck:
             reply = replies[n, 0]
             if not reply.alive:
                 self.silent[n] = reply.problem
-            elif (answer := printed(reply)[0]) is not None:
-                reached += [(n, m) for m, yes in zip(tries[n], answer["reached"], strict=True) if yes]
+            elif reply.value is not None:
+                reached += [(n, m) for m, yes in zip(tries[n], reply.value.reached, strict=True) if yes]
         present = [n for n in which if replies[n, 0].alive]
         lost = cut_off(present, reached) if any(tries.values()) else set()
         self.cut_off.update(lost)
@@ -71,16 +63,3 @@ class PresenceCheck:
     def names(self, which: Iterable[int]) -> list[str]:
         """The names of these hosts."""
         return [self.hosts[n].name for n in which]
-
-
-def printed(reply: Reply) -> tuple[Facts | None, str]:
-    """The JSON that a process of the agent has printed, or why there is none."""
-    if reply.value is None:
-        return None, reply.problem
-    if reply.value["rc"] != 0:
-        return None, f"ended with {reply.value['rc']}: {reply.value['err'].strip()[-300:]}"
-    try:
-        found = parse_json(reply.value["out"])
-    except ValueError:
-        found = None
-    return (found, "") if isinstance(found, dict) else (None, "printed no readable output")

@@ -1,18 +1,6 @@
 """One rank of a pair or a group: measures torch's send and receive and its all-reduce, through gloo or NCCL.
 
-Runs in a process forked by fork_server.py. Its parameters (`spec`):
-
-| key | meaning |
-|---|---|
-| ranks | the numbers of this host's ranks, by their GPU on it; `world` is the number of all ranks |
-| device, backend | "cpu" and "gloo", or "cuda" and "nccl" |
-| store | [address, port] of rank 0's store; null for rank 0 itself, which sends its port in a note |
-| interface | the network device to use; null for the one with the route to `toward`, an address of another host |
-| gpus | the CUDA device of each of this host's ranks |
-| flows | [sender, receiver, direction]: those of one `direction` run at once, one direction after the other |
-| seconds | {"flow": how long a flow lasts, "sum": how long the all-reduces of one size may take, "stall": the longest time without progress, which fork_server.py enforces} |
-| sizes | message sizes of the all-reduce, bytes |
-| hca | the RDMA device ("mlx5_0:1") that NCCL must use; null for its own choice |
+Runs in a process forked by fork_server.py. What it is to measure: `RunRanks` of messages.py.
 
 The receiver measures a flow, from its first message on: what the sender has put into a buffer has not arrived yet. The
 best stretch of at least half of the time counts, since other load on the machine makes a flow slower, never faster.
@@ -24,7 +12,6 @@ import os
 import time
 from datetime import timedelta
 from math import inf
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +19,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from seatrial.base.address import interface_towards
 from seatrial.base.lines import Channel
+from seatrial.check.live import messages as msg
 from seatrial.hardware import accelerator
 from seatrial.parallel.store import serve_store
 
@@ -44,76 +32,73 @@ _FAR_TOO_LONG = 4.0  # multiple of the time for all repeats of one size that a s
 _LEAVE_S = 2.0  # before its deadline, to report what went wrong instead of being killed
 
 
-def run(spec: dict[str, Any], rank: int, local: int, limit_s: float, channel: Channel) -> int:
-    """Measure as rank `rank`, on GPU `local` if there is one; the result, or the failure, is sent to `channel`."""
+def run(spec: msg.RunRanks, local: int, limit_s: float, channel: Channel) -> int:
+    """Measure as rank number `local` of this host; the result, or the failure, is sent to `channel`."""
     try:
-        _Probe(spec, rank, local, limit_s).measure(channel)
+        _Probe(spec, local, limit_s, channel).measure()
     except (RuntimeError, OSError, ValueError) as error:  # what torch and its backends raise
         # The first line is the message; C++ stacks follow.
         line = f"{type(error).__name__}: {error}".strip().partition("\n")[0][:400]
-        channel.send({"failed": "".join(c if c.isprintable() else "?" for c in line)})
+        failed = msg.RankFailed("".join(c if c.isprintable() else "?" for c in line))
+        channel.send(msg.encode(failed))
     # No destroy_process_group(): it would wait for partners that may have exited.
     os._exit(0)
 
 
 class _Probe:
-    def __init__(self, spec: dict[str, Any], rank: int, local: int, limit_s: float) -> None:
-        self.spec, self.rank, self.limit_s = spec, rank, limit_s
-        self.world = int(spec["world"])
-        self.gpu = 0 if spec["device"] == "cpu" else int(spec["gpus"][local])
+    def __init__(self, spec: msg.RunRanks, local: int, limit_s: float, channel: Channel) -> None:
+        self.spec, self.rank, self.limit_s, self.channel = spec, spec.ranks[local], limit_s, channel
+        self.gpu = 0 if spec.device == "cpu" else spec.gpus[local]
         self.device = torch.device("cpu")
-        self.flow_s, self.sum_s = float(spec["seconds"]["flow"]), float(spec["seconds"]["sum"])
+        self.flow_s, self.sum_s = spec.durations.flow_s, spec.durations.sum_s
 
-    def measure(self, channel: Channel) -> None:
-        """Send {"measured": {"setup_s", "flows": [...], "all_reduce": [...]}} for what this rank took part in.
-
-        Sent again whenever there is more, so that what was measured before a partner died is not lost.
-        """
+    def measure(self) -> None:
+        """Send `Measured` whenever there is more, so that what was measured before a partner died is not lost."""
         torch.set_num_threads(1)
-        begin = time.monotonic()
         self._environment()
-        self.device = accelerator.claim(self.spec["device"], self.gpu)
+        self.device = accelerator.claim(self.spec.device, self.gpu)
         timeout = timedelta(seconds=max(1.0, self.limit_s - _LEAVE_S))
         dist.init_process_group(
-            self.spec["backend"],
-            store=self._store(channel, timeout),
+            self.spec.backend,
+            store=self._store(timeout),
             rank=self.rank,
-            world_size=self.world,
+            world_size=self.spec.world_size,
             timeout=timeout,
             device_id=self.device if accelerator.is_accelerator(self.device) else None,
         )
         self._agree(0)
-        flows: list[dict[str, Any]] = []
-        sums: list[dict[str, Any]] = []
-        values = {"setup_s": round(time.monotonic() - begin, 3), "flows": flows, "all_reduce": sums}
-        for direction in sorted({direction for _, _, direction in self.spec["flows"]}):
+        flows: list[msg.Flow] = []
+        sums: list[msg.AllReduces] = []
+        for direction in sorted({direction for _, _, direction in self.spec.flows}):
             flows += self._direction(direction)
-            channel.send({"measured": values})
-        for size in sorted(self.spec["sizes"]):
-            if self._agree(int(self._too_long(int(size), sums))):
+            self._send(msg.Measured(flows, sums))
+        for size in sorted(self.spec.sizes):
+            if self._agree(int(self._too_long(size, sums))):
                 break
-            sums.append(self._all_reduce(int(size)))
-            channel.send({"measured": values})
-        channel.send({"measured": values, "whole": True})
+            sums.append(self._all_reduce(size))
+            self._send(msg.Measured(flows, sums))
+        self._send(msg.Measured(flows, sums, whole=True))
+
+    def _send(self, message: msg.FromRank) -> None:
+        self.channel.send(msg.encode(message))
 
     def _environment(self) -> None:
-        name = self.spec.get("interface") or interface_towards(self.spec["toward"])
+        name = self.spec.interface or interface_towards(self.spec.toward)
         if name is not None:
             os.environ["GLOO_SOCKET_IFNAME"] = name
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
-        if self.spec["backend"] == "nccl":
+        if self.spec.backend == "nccl":
             os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as the node stage counts them
             os.environ["NCCL_DEBUG"] = "INFO"
             os.environ["NCCL_DEBUG_SUBSYS"] = "INIT,GRAPH,NVLS,NET,ENV"
-            if self.spec.get("hca"):  # one rail: send and receive replace ib_write_bw
-                os.environ["NCCL_IB_HCA"] = f"={self.spec['hca']}"
+            if self.spec.hca:  # one rail: send and receive replace ib_write_bw
+                os.environ["NCCL_IB_HCA"] = f"={self.spec.hca}"
 
-    def _store(self, channel: Channel, timeout: timedelta) -> Store:
-        if self.spec["store"] is not None:
-            address, port = self.spec["store"]
-            return TCPStore(address, int(port), None, is_master=False, timeout=timeout)
-        store = serve_store(self.spec["listen"], 0, timeout)
-        channel.send({"note": {"port": store.port}})
+    def _store(self, timeout: timedelta) -> Store:
+        if (at := self.spec.store) is not None:
+            return TCPStore(at.address, at.port, None, is_master=False, timeout=timeout)
+        store = serve_store(self.spec.listen, 0, timeout)
+        self._send(msg.StoreServed(store.port))
         return store
 
     def _agree(self, vote: int) -> int:
@@ -124,17 +109,16 @@ class _Probe:
 
     # -- flows
 
-    def _direction(self, direction: int) -> list[dict[str, Any]]:
-        mine = [(a, b) for a, b, w in self.spec["flows"] if w == direction and self.rank in (a, b)]
+    def _direction(self, direction: int) -> list[msg.Flow]:
+        mine = [(a, b) for a, b, w in self.spec.flows if w == direction and self.rank in (a, b)]
         self._agree(0)
         found = []
         for sender, receiver in mine:
             size = self._message_bytes(sender, receiver)
-            what = {"sender": sender, "receiver": receiver, "message_bytes": size}
-            if self.rank == receiver:
-                found.append({**what, **self._receive(sender, size)})
-            else:
-                self._send(receiver, size)
+            if self.rank == sender:
+                self._send_flow(receiver, size)
+            elif (gbit_s := self._receive_flow(sender, size)) is not None:
+                found.append(msg.Flow(sender, receiver, gbit_s, size))
         self._agree(0)
         return found
 
@@ -175,7 +159,7 @@ class _Probe:
                 return size
             size *= 4
 
-    def _send(self, peer: int, size: int) -> None:
+    def _send_flow(self, peer: int, size: int) -> None:
         buffer = self._buffer(size)
         until = time.monotonic() + self.flow_s
         last = False
@@ -185,7 +169,8 @@ class _Probe:
                 buffer[0] = 1
             self._sent(buffer, peer)
 
-    def _receive(self, peer: int, size: int) -> dict[str, Any]:
+    def _receive_flow(self, peer: int, size: int) -> float | None:
+        """Gb/s; None if too little has arrived."""
         buffer = self._buffer(size)
         marks = []
         last = 0
@@ -194,19 +179,19 @@ class _Probe:
             marks.append(time.perf_counter())
         span = marks[-1] - marks[0]
         if len(marks) < 2 or span <= 0:
-            return {"gbit_s": None, "messages": len(marks)}
+            return None
         best = best_stretch(marks, max(span, self.flow_s) / 2) or (len(marks) - 1) / span
-        return {"gbit_s": best * size * 8 / 1e9, "messages": len(marks), "seconds": span}
+        return best * size * 8 / 1e9
 
     # -- all-reduce
 
-    def _too_long(self, size: int, sums: list[dict[str, Any]]) -> bool:
+    def _too_long(self, size: int, sums: list[msg.AllReduces]) -> bool:
         """Whether messages of `size` would take far longer than allowed, extrapolated from the previous size."""
-        if not sums or not sums[-1]["seconds"]:
+        if not sums or not sums[-1].seconds:
             return False
-        return float(min(sums[-1]["seconds"])) * size / int(sums[-1]["bytes"]) > _FAR_TOO_LONG * self.sum_s
+        return min(sums[-1].seconds) * size / sums[-1].size_bytes > _FAR_TOO_LONG * self.sum_s
 
-    def _all_reduce(self, size: int) -> dict[str, Any]:
+    def _all_reduce(self, size: int) -> msg.AllReduces:
         """Seconds of all-reduces of `size` bytes of fp32, as seen by this rank, and the number of wrong sums."""
         values = torch.empty(max(1, size // 4), dtype=torch.float32, device=self.device)
         times: list[float] = []
@@ -223,8 +208,8 @@ class _Probe:
             self._wait()
             times.append(time.perf_counter() - begin)
             spent += times[-1]
-            wrong += int((values != float(self.world)).sum().item())
-        return {"bytes": values.numel() * 4, "seconds": [round(t, 7) for t in times[1:]], "wrong": wrong}
+            wrong += int((values != float(self.spec.world_size)).sum().item())
+        return msg.AllReduces(values.numel() * 4, [round(t, 7) for t in times[1:]], wrong)
 
 
 def best_stretch(marks: list[float], least_s: float) -> float | None:

@@ -8,33 +8,28 @@ import os
 import platform
 import select
 import socket
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import seatrial
 from seatrial.base.kernel_files import text_of
+from seatrial.check.live import messages as msg
 
 
-def hello(port: int) -> dict[str, Any]:
-    """What the conductor must know about a host before anything is measured; `port` is where its agent listens.
-
-    "machine" is the same for hosts that share one kernel: containers, network namespaces, virtual hosts.
-    """
-    return {
-        "version": seatrial.__version__,
-        "python": platform.python_version(),
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-        "machine": text_of(Path("/proc/sys/kernel/random/boot_id")) or socket.gethostname(),
-        "port": port,
-        "gpus": len(list(Path("/proc/driver/nvidia/gpus").glob("*"))),
-        "rdma": sorted(_names("/sys/class/infiniband")),
-        "executable": sys.executable,
-    }
+def hello(port: int) -> msg.Hello:
+    """What the conductor must know about this host, whose agent listens on `port`."""
+    return msg.Hello(
+        version=seatrial.__version__,
+        python=platform.python_version(),
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        machine=text_of(Path("/proc/sys/kernel/random/boot_id")) or socket.gethostname(),
+        port=port,
+        gpus=len(list(Path("/proc/driver/nvidia/gpus").glob("*"))),
+        rdma=sorted(_names("/sys/class/infiniband")),
+    )
 
 
 def _names(folder: str) -> list[str]:
@@ -43,10 +38,10 @@ def _names(folder: str) -> list[str]:
     return []
 
 
-def reach(targets: Sequence[tuple[str, int]], limit_s: float) -> dict[str, Any]:
-    """Whether a TCP connection to each (address, port) succeeds within `limit_s`, all tried at once.
+def reach(targets: Sequence[msg.Endpoint], limit_s: float) -> msg.Reached:
+    """Whether a TCP connection to each target succeeds within `limit_s`, all tried at once.
 
-    {"reached": [True, ...], "why": ["", ...]}. A refused connection has reached the host: its kernel has answered.
+    A refused connection has reached the host: its kernel has answered.
     """
     reached, why = [False] * len(targets), ["no response"] * len(targets)
     trying: dict[int, tuple[int, socket.socket]] = {}
@@ -57,11 +52,13 @@ def reach(targets: Sequence[tuple[str, int]], limit_s: float) -> dict[str, Any]:
         reached[number] = code in (0, errno.ECONNREFUSED)
         why[number] = "" if reached[number] else os.strerror(code)
 
-    for number, (address, port) in enumerate(targets):
+    for number, target in enumerate(targets):
         try:
-            family, kind, protocol, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+            family, kind, protocol, _, place = socket.getaddrinfo(
+                target.address, target.port, type=socket.SOCK_STREAM
+            )[0]
         except OSError as error:
-            why[number] = f"{address} is unknown: {error.strerror}"
+            why[number] = f"{target.address} is unknown: {error.strerror}"
             continue
         s = socket.socket(family, kind, protocol)
         s.setblocking(False)
@@ -80,7 +77,7 @@ def reach(targets: Sequence[tuple[str, int]], limit_s: float) -> dict[str, Any]:
             s.close()
     for _, s in trying.values():
         s.close()
-    return {"reached": reached, "why": why}
+    return msg.Reached(reached, why)
 
 
 def partners(members: Sequence[int]) -> dict[int, list[int]]:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from seatrial.base.lines import Channel
 from seatrial.control.telemetry.host import HostLoad
+from seatrial.record import messages as msg
 from seatrial.record.folder import RunFolder
 from seatrial.record.series import series
 from seatrial.record.telemetry_writer import TelemetryWriter
@@ -71,10 +72,10 @@ class NodeSampler:
         while not self._channel.closed:
             self._channel.readable(None)
             for message in self._channel.receive():
-                match message:
-                    case {"source": str(source), "values": dict(values)}:
+                match msg.decode(message, msg.ToTelemetry):
+                    case msg.Readings(source, values):
                         self.update(source, values)
-                    case {"coordinates": bool(coordinates)}:
+                    case msg.Coordinates(coordinates):
                         (self.coordinates.set if coordinates else self.coordinates.clear)()
 
     def update(self, source: str, values: Values) -> None:
@@ -92,7 +93,7 @@ class NodeSampler:
         """Have the agent record a warning, once for each `what`."""
         if what not in self._reported:
             self._reported.add(what)
-            self._channel.send({"failed": what, "message": message})
+            self._channel.send(msg.encode(msg.TelemetryFailed(what, message)))
 
     def _every(
         self, do: Callable[[], None], *, every_s: float | None = None, wait_first: bool = False

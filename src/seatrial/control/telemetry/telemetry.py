@@ -49,19 +49,20 @@ class Telemetry:
     def update(self, source: str, values: dict[str, float]) -> None:
         """Send the process the newest values of a probe."""
         if self._child is not None:
-            self._child.post({"source": source, "values": values})
+            self._child.post(msg.encode(msg.Readings(source, values)))
 
     def coordinates(self, coordinates: bool) -> None:
         """Whether this agent coordinates: its node then serves the series of the run too."""
         if self._child is not None and coordinates != self._coordinates:
             self._coordinates = coordinates
-            self._child.post({"coordinates": coordinates})
+            self._child.post(msg.encode(msg.Coordinates(coordinates)))
 
     def _poll(self) -> None:
         """Report the process's messages. Once ended, it is not restarted: it would fail again."""
         assert self._child is not None
-        for message in self._child.receive():
-            self._fail(message["failed"], message["message"])
+        for values in self._child.receive():
+            failed: msg.TelemetryFailed = msg.decode(values, msg.FromTelemetry)
+            self._fail(failed.what, failed.message)
         if self._child.ended:
             self.close()
             self._fail("process", "its process has ended")
