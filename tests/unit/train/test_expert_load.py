@@ -13,6 +13,7 @@ from loop_cases import Run
 from rank_cases import ARCH, OPTIMIZER, SETTINGS, mesh
 from torch import Tensor, nn
 
+import late_device
 from seatrial.model.decoder import SparseMLP
 from seatrial.model.initialise import RandomWeights
 from seatrial.parallel.build import ParallelModel
@@ -113,10 +114,16 @@ def test_a_step_has_the_load_of_its_own_positions() -> None:
     assert loads[0] != loads[1]
 
 
-def test_it_is_in_the_metrics_of_a_run_with_experts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_it_is_in_the_metrics_of_a_run_with_experts(
+    late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`late`: read a step late, as on a GPU."""
+    if late:
+        late_device.install(monkeypatch.setattr)
     model = (f"model.{name}={value}" for name, value in EXPERTS.items())
-    with_experts = Run(tmp_path / "with", "model.family=qwen3_moe", *model, arch=MIXTURE)
-    without = Run(tmp_path / "without")
+    with_experts = Run(tmp_path / "with", "model.family=qwen3_moe", *model, arch=MIXTURE, late=late)
+    without = Run(tmp_path / "without", late=late)
     lines = []
     for run in (with_experts, without):
         assert run.loop.run(1) == "done"
