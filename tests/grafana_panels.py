@@ -10,9 +10,11 @@ from seatrial.record.series import NODE_SERIES, PREFIX, RUN_SERIES, SERVED_SERIE
 from seatrial.watch.grafana.alert_rules import alert_rules
 from seatrial.watch.grafana.panels import boards
 
-# What needs GPUs, RDMA ports, a device whose peak is known, validation data, a failure, a clock that NTP keeps, or an alert.
+# What needs GPUs, RDMA ports, a device whose peak is known, validation data, experts, a failure, a clock that NTP keeps, or an
+# alert.
 NOT_HERE = (
-    r"seatrial_(gpu|port)_|run_(mfu_ratio|validation_loss|mtbf_seconds)|node_clock_(offset|max_error)|ALERTS"
+    r"seatrial_(gpu|port)_|run_(mfu_ratio|validation_loss|mtbf_seconds|expert_|idle_|router_)"
+    r"|node_clock_(offset|max_error)|ALERTS"
 )
 if not Path("/proc/pressure").exists():
     NOT_HERE += "|node_pressure"

@@ -124,9 +124,9 @@ def derived(job: Job, rank: int, device: str) -> Derived:
         add("send", "pipeline", M * (ahead + back), 2 * arch.num_experts * 4, "float32")
         add("receive", "pipeline", M * (ahead + back), 2 * arch.num_experts * 4, "float32")
 
-    # The one vector of a step.
+    # The one vector of a step, and how many positions were sent to each expert.
     world = layout.world_size
-    vector = 8 * (11 + 5 * world)
+    vector = 8 * (14 + 5 * world + arch.num_hidden_layers * arch.num_experts)
     if device == "cuda":
         add("all-reduce", "world", int(world > 1), vector, "float64")
     else:

@@ -192,10 +192,11 @@ def sabotage(model: ParallelModel, what: str | None) -> None:
                 return whole(ids_BT, target_BT, document_BT.roll(MICROBATCH, 0))
 
             pipeline.forward_backward = shifted  # type: ignore[method-assign, assignment]
-    elif what == "balance loss counted by every tensor rank":
+    elif what == "balance loss and positions counted by every tensor rank":
         balance = model.stages[-1].balance
         assert isinstance(balance, LoadBalancing)
         balance._factor *= model.mesh.layout.tensor
+        model.take_expert_counts = lambda: torch.cat([stage.sent_LX for stage in model.stages])  # type: ignore[method-assign, misc]
     elif what == "positions left in the order of parts":
         overlap.Cut.in_order = lambda cut, x: x.reshape(cut.sequences, -1, x.shape[-1])  # type: ignore[method-assign]
     elif what == "a rank that ends before its second part":
@@ -285,7 +286,17 @@ def train(case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
         update(lr, scale)
 
     optimizer.update = keep_gradients  # type: ignore[method-assign]
-    history, balance, tokens = [], [], []
+    history, balance, tokens, load = [], [], [], []
+    routed: list[Tensor] = []
+    take = model.take_expert_counts
+
+    def keep_counts() -> Tensor | None:
+        count_LX = take()
+        if count_LX is not None:
+            routed.append(count_LX)
+        return count_LX
+
+    model.take_expert_counts = keep_counts  # type: ignore[method-assign]
     order: list[str] = []
     share = SEQUENCES // mesh.layout.data_parallel
     for step in range(case.get("steps", STEPS)):
@@ -308,6 +319,7 @@ def train(case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
         values = result.values()
         history.append((values.loss, values.grad_norm))
         balance.append(values.balance_loss)
+        load.append(values.expert_load)
         tokens.append(values.counted)
     weights = [(s.name, s.box, s.local.clone()) for s in model.shards]
     logits = []
@@ -319,6 +331,8 @@ def train(case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
         "logits": logits,
         "history": history,
         "balance": balance,
+        "load": load,
+        "routed": routed,
         "tokens": tokens,
         "gradients": _plain(gradients),
         "weights": _plain(weights),

@@ -15,6 +15,7 @@ from test_parity import (
     _differences,
     _reference,
     _worst,
+    assert_same_load,
     read_runs,
 )
 
@@ -114,6 +115,7 @@ def test_it_trains_as_one_process(name: str, runs: dict[str, Ran]) -> None:
     first = ran.ranks[0]["history"]
     assert all(history == first for history in ran.histories())
     assert ran.ranks[0]["balance"] == pytest.approx(runs[peer].ranks[0]["balance"], rel=1e-5)
+    assert_same_load(ran, runs[peer])
 
 
 def test_bf16_is_the_same_training(runs: dict[str, Ran]) -> None:
@@ -127,6 +129,8 @@ def test_experts_that_get_nothing(runs: dict[str, Ran]) -> None:
     for name, _, gradient in runs["ep2-one-sided"].ranks[1]["gradients"]:
         if ".experts." in name:
             assert not gradient.any(), name
+    for _, smallest, idle in runs["ep2-one-sided"].ranks[0]["load"]:
+        assert (smallest, idle) == (0.0, 4 * 4)  # half of the experts of each layer
 
 
 @pytest.mark.parametrize(("name", "loss_differs"), [("sabotage-order", True), ("sabotage-sum", False)])

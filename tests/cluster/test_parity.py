@@ -182,7 +182,7 @@ def _cases() -> list[dict[str, Any]]:
             "tied": False,
             "family": "qwen3_moe",
             "steps": 1,
-            "sabotage": "balance loss counted by every tensor rank",
+            "sabotage": "balance loss and positions counted by every tensor rank",
         },
         {
             "name": "sabotage-norms",
@@ -392,14 +392,27 @@ def test_the_balance_loss_is_that_of_one_process(name: str, runs: dict[str, Ran]
     assert all(value > 2.01 for value in expected)
     for rank in runs[name].ranks:
         assert rank["balance"] == pytest.approx(expected, rel=1e-5)
+    assert_same_load(runs[name], runs["one-experts"])
 
 
-def test_a_balance_loss_that_counts_twice_is_seen(runs: dict[str, Ran]) -> None:
+def assert_same_load(ran: Ran, peer: Ran) -> None:
+    """Every expert gets as many positions in each step, over all ranks, and every rank knows the load."""
+    assert torch.equal(_routed(ran), _routed(peer))
+    assert all(rank["load"] == peer.ranks[0]["load"] for rank in ran.ranks)
+
+
+def _routed(ran: Ran) -> Tensor:
+    """Positions sent to each expert of each layer in each step, [steps, L, X]."""
+    return torch.stack([torch.stack(rank["routed"]) for rank in ran.ranks]).sum(0)
+
+
+def test_what_counts_twice_is_seen(runs: dict[str, Ran]) -> None:
     ran, peer = runs["sabotage-balance"], runs["one-experts"]
     assert abs(ran.ranks[0]["history"][0][0] - peer.ranks[0]["history"][0][0]) < LOSS_ABSOLUTE
     gradient, whose = _worst(ran, "gradients", _reference(runs, "one-experts", "gradients"))
     assert gradient > 0.01
     assert "mlp.gate" in whose
+    assert torch.equal(_routed(ran)[0], 2 * _routed(peer)[0])
 
 
 @_each(["fsdp2-moments", "tp2-pp2-fsdp2-moments"])

@@ -12,6 +12,7 @@ In a mixture of experts:
 
     R  rows: positions of all sequences, B T      X  experts
     S  slots: a row for each expert of a position, k R, sorted by expert
+    L  layers of the model, or of a stage
 
 Parameters are named as in Hugging Face's files (`model.layers.3.self_attn.q_proj.weight`); a pipeline stage keeps the
 layer numbers of the whole model.
@@ -391,6 +392,8 @@ class Decoder(nn.Module):
         self.own_positions: OwnPositions | None = None
         # Set by the trainer where there are experts: adds the load-balancing loss to that of the last stage.
         self.balance: Balance | None = None
+        # Positions sent to each expert of each of these layers by all forward passes with gradients so far, fp64.
+        self.sent_LX: Tensor | None = None
 
     @property
     def blocks(self) -> list[Block]:
@@ -421,11 +424,17 @@ class Decoder(nn.Module):
             cos_TH, sin_TH = own(cos_TH, 0), own(sin_TH, 0)
         # No bias argument without documents: a compiled block's call stays the same.
         mask = () if document_BT is None else (document_bias(document_BT, h_BTD.dtype, own),)
+        counts: list[Tensor] = []
         for block in self.model.layers.values():
             h_BTD = block(h_BTD, cos_TH, sin_TH, *mask)
             if isinstance(h_BTD, tuple):
                 h_BTD, own_2X = h_BTD
+                counts.append(own_2X[0].detach())
                 routed_2X = own_2X if routed_2X is None else routed_2X + own_2X
+        if counts and torch.is_grad_enabled():
+            # Not in the layer, which recomputation runs again.
+            sent_LX = torch.stack(counts).double()
+            self.sent_LX = sent_LX if self.sent_LX is None else self.sent_LX + sent_LX
         if self.lm_head is None:
             return h_BTD if routed_2X is None else (h_BTD, routed_2X)
         assert self.model.norm is not None

@@ -183,6 +183,22 @@ class ParallelModel:
         total, balance.total = balance.total, 0.0
         return total if self.mesh.at.tensor == 0 else 0.0
 
+    def take_expert_counts(self) -> Tensor | None:
+        """Positions that this rank has sent to each expert of each layer since the last call, fp64 [L, X]; None: no experts.
+
+        Layers of other stages are 0: the sum over all ranks is that of the whole model and the global batch.
+        """
+        if not self.arch.num_experts:
+            return None
+        shape = self.arch.num_hidden_layers, self.arch.num_experts
+        count_LX = torch.zeros(shape, dtype=torch.float64, device=self.mesh.device)
+        for stage in self.stages:
+            sent_LX, stage.sent_LX = stage.sent_LX, None
+            # All ranks of a tensor group route the same positions; only one of them counts.
+            if sent_LX is not None and self.mesh.at.tensor == 0:
+                count_LX[stage.layer_range.start : stage.layer_range.stop] = sent_LX
+        return count_LX
+
     @torch.no_grad()
     def validation_loss(self, ids_BT: Tensor, target_BT: Tensor, document_BT: Tensor | None = None) -> Tensor:
         """This rank's share, fp64, of the loss in nats summed over all targets that are not `NO_TARGET`.

@@ -11,7 +11,16 @@ from seatrial.record.typed import decode_all
 
 NOUN = "a metrics record"
 # Where a step has none.
-_LEFT_OUT = ("extra", "validation_loss", "validation_time_s", "router_aux_loss", "loss_tokens")
+_LEFT_OUT = (
+    "extra",
+    "validation_loss",
+    "validation_time_s",
+    "router_aux_loss",
+    "loss_tokens",
+    "expert_load_max",
+    "expert_load_min",
+    "idle_experts",
+)
 
 
 @dataclass(frozen=True)
@@ -40,6 +49,10 @@ class MetricsRecord:
         None  # load-balancing loss of experts, without its coefficient; not in `loss`
     )
     loss_tokens: int | None = None  # tokens that counted in `loss`, where some do not
+    # Positions sent to an expert, over the mean of its layer's experts: of the one with most, and with least, in any layer.
+    expert_load_max: float | None = None
+    expert_load_min: float | None = None
+    idle_experts: int | None = None  # of all layers, those to which no position was sent
 
 
 class MetricsWriter:

@@ -32,7 +32,15 @@ from seatrial.train.optimizer import ShardedOptimizer
 from seatrial.train.recorder import Recorder, SummedStep, make_guard
 from seatrial.train.records import Records
 from seatrial.train.schedule import learning_rate
-from seatrial.train.step import Contribution, StepResult, StepValues, local_vector, update, vector_length
+from seatrial.train.step import (
+    Contribution,
+    StepResult,
+    StepValues,
+    local_vector,
+    sum_over_ranks,
+    update,
+    vector_length,
+)
 from seatrial.train.supervision.supervisor import Rollback, Snapshots, Supervisor
 from seatrial.train.trace import Trace
 from seatrial.train.validation import Validation, ValidationSet
@@ -207,7 +215,7 @@ class Loop:
         # If a peer is lost during the all-reduce, this rank can still finish the step, as others may have done.
         self.ready = step if self.applied == step - 1 else None
         with counted.during(STEP_SUM):
-            mesh.sum_over_ranks(values)
+            values = sum_over_ranks(self.model, values)
         if self._on_accelerator:
             self._update(step, values[0], values[1])
             self._started.append(_StepInFlight(step, data_wait, StepResult(values, mesh.device)))

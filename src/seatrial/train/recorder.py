@@ -156,7 +156,14 @@ class Recorder:
             memory=max(values.memory_bytes),
         )
         if self._job.architecture.num_experts:
-            record = replace(record, router_aux_loss=values.balance_loss)
+            largest, smallest, idle = values.expert_load
+            record = replace(
+                record,
+                router_aux_loss=values.balance_loss,
+                expert_load_max=largest,
+                expert_load_min=smallest,
+                idle_experts=idle,
+            )
         if self._loader.masked:
             record = replace(record, loss_tokens=values.counted)
         if extra := self._extra.values(record):

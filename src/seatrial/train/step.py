@@ -19,12 +19,14 @@ from seatrial.train.optimizer import ShardedOptimizer
 
 # The vector: loss, squared gradient norm; how many ranks are to yield, are preempted, and are still writing their last
 # snapshot; rank 0's checkpoint status (`SaveStatus`); the experts' load-balancing loss; how many targets counted in the
-# loss; then, for each block below, one number per rank, to which all other ranks add 0. So the sum is exact there and
-# preserves NaN (gloo's MAX loses NaN).
+# loss; the experts' load (`expert_load`); then, for each block below, one number per rank, to which all other ranks add 0.
+# So the sum is exact there and preserves NaN (gloo's MAX loses NaN). While it is summed, the counts from which the load
+# follows are at its end (`take_expert_counts`).
 _LOSS, _NORM, _YIELD, _PREEMPT, _BUSY, _COMMITTED, _REQUESTED, _INTERVAL, _AT_RISK, _BALANCE, _COUNTED = (
     range(11)
 )
-_HEAD = 11
+_LARGEST, _SMALLEST, _IDLE = range(11, 14)
+_HEAD = 14
 _MEMORY, _SECONDS, _NOT_FINITE, _CHANGED, _PART = range(5)
 _BLOCKS = 5
 
@@ -70,6 +72,11 @@ class StepValues:
     def balance_loss(self) -> float:
         """The experts' load-balancing loss, without its coefficient: mean over the microbatches of all ranks; 0: no experts."""
         return self.vector[_BALANCE]
+
+    @property
+    def expert_load(self) -> tuple[float, float, int]:
+        """What `expert_load` returns; zeros without experts."""
+        return self.vector[_LARGEST], self.vector[_SMALLEST], int(self.vector[_IDLE])
 
     @property
     def norm_squared(self) -> float:
@@ -220,7 +227,28 @@ def local_vector(
     values[index(_NOT_FINITE)] = ~torch.isfinite(values[_LOSS] + values[_NORM])
     if changed is not None:
         values[index(_CHANGED)] = changed
-    return values
+    count_LX = model.take_expert_counts()
+    return values if count_LX is None else torch.cat((values, count_LX.flatten()))
+
+
+def sum_over_ranks(model: ParallelModel, values: Tensor) -> Tensor:
+    """The summed vector, from this rank's share of it (`local_vector`), which is overwritten. All ranks call it."""
+    mesh = model.mesh
+    mesh.sum_over_ranks(values)
+    vector, counts = values.tensor_split([vector_length(mesh.layout.world_size)])
+    if counts.numel():
+        vector[_LARGEST : _IDLE + 1] = expert_load(counts.view(-1, model.arch.num_experts))
+    return vector
+
+
+def expert_load(count_LX: Tensor) -> Tensor:
+    """How evenly positions were sent to the experts of each layer, [3], from their counts.
+
+    The largest and the smallest count of any layer over the mean of its experts, and how many experts of all layers got
+    none. The largest less 1 is MaxVio of arXiv:2408.15664.
+    """
+    load_LX = count_LX / count_LX.mean(1, keepdim=True)
+    return torch.stack((load_LX.max(), load_LX.min(), (count_LX == 0).sum(dtype=torch.float64)))
 
 
 def update(
@@ -258,6 +286,6 @@ def train_step(
     all values that ranks exchange.
     """
     values = local_vector(model, optimizer, (ids_BT, target_BT, document_BT), Contribution(), clip_norm)
-    model.mesh.sum_over_ranks(values)
+    values = sum_over_ranks(model, values)
     update(optimizer, values[_LOSS], values[_NORM], lr=lr, clip_norm=clip_norm)
     return StepResult(values, model.mesh.device)

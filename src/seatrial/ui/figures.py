@@ -79,6 +79,14 @@ def extra(m: MetricsRecord) -> str:
     return ", ".join(f"{printable(name)} {value:.4g}" for name, value in (m.extra or {}).items())
 
 
+def experts(m: MetricsRecord) -> str:
+    """Load of the experts: load 0.31 to 1.84 of the mean, 2 idle, balance loss 2.0312; empty without experts."""
+    smallest, largest, idle, balance = m.expert_load_min, m.expert_load_max, m.idle_experts, m.router_aux_loss
+    if smallest is None or largest is None or idle is None or balance is None:
+        return ""
+    return f"load {smallest:.2f} to {largest:.2f} of the mean, {idle:,} idle, balance loss {balance:.4f}"
+
+
 def step_line(m: MetricsRecord, total: int | None, eta_s: float | None, unit: str) -> str:
     """One step as a plain line."""
     more = "" if m.validation_loss is None else f"validation {m.validation_loss:.4f}  "

@@ -109,6 +109,7 @@ def live_pairs(view: RunView, now: float) -> list[Pair]:
         *alert_pairs(view),
         *loss_pairs(view),
         *validation_pairs(view),
+        *_experts_pairs(view),
         *_extra_pairs(view),
         *recovery_pairs(view),
         *node_pairs(view),
@@ -190,6 +191,10 @@ def summary_json(view: RunView, now: float, next_commands: Sequence[str] = ()) -
         "validation": _validation(view),
         "grad_norm": last.grad_norm if last else None,
         "lr": last.lr if last else None,
+        "router_aux_loss": last.router_aux_loss if last else None,
+        "expert_load_max": last.expert_load_max if last else None,
+        "expert_load_min": last.expert_load_min if last else None,
+        "idle_experts": last.idle_experts if last else None,
         "extra": last.extra if last else None,
         "tokens": view.tokens,
         "tokens_per_s": last.tokens_per_s if last else None,
@@ -254,6 +259,7 @@ def _progress_pairs(view: RunView) -> list[Pair]:
         *loss_pairs(view),
         *validation_pairs(view),
         Pair("grad norm", f"{last.grad_norm:.2f}"),
+        *_experts_pairs(view),
         *_extra_pairs(view),
         Pair("tokens", units.count(view.tokens)),
         Pair(
@@ -291,6 +297,12 @@ def _validation(view: RunView) -> dict[str, float] | None:
         return None
     best_step, best = min(measured, key=lambda m: m[1])
     return {"step": measured[-1][0], "loss": measured[-1][1], "best_step": best_step, "best_loss": best}
+
+
+def _experts_pairs(view: RunView) -> list[Pair]:
+    """The load of the experts in the last step."""
+    text = "" if view.last is None else figures.experts(view.last)
+    return [Pair("experts", text)] if text else []
 
 
 def _extra_pairs(view: RunView) -> list[Pair]:

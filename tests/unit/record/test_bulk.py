@@ -130,7 +130,7 @@ def test_kept_columns_are_read_in_place_of_json(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(jsonl, "_BULK_BYTES", 1)
     monkeypatch.setattr(jsonl, "PIECE_BYTES", 32 * 220)
     folder = RunFolder(tmp_path)
-    for path, data in write(folder, Run().play([("train", 60)])).items():
+    for path, data in write(folder, Run().play([("train", 80)])).items():
         path.write_bytes(data)
     by_json = seen(read_view(folder))
     kept = keep_all(folder)
@@ -163,7 +163,7 @@ def test_a_piece_that_grows_replaces_its_columns(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(jsonl, "_BULK_BYTES", 1)
     monkeypatch.setattr(jsonl, "PIECE_BYTES", 32 * 200)
     folder, following = RunFolder(tmp_path), ColumnCacheWriter(RunFolder(tmp_path))
-    whole = write(folder, Run().play([("train", 60)]))[folder.metrics]
+    whole = write(folder, Run().play([("train", 80)]))[folder.metrics]
     files: list[set[Path]] = []
     for end in range(0, len(whole), 150):
         folder.metrics.write_bytes(whole[:end])

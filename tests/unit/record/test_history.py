@@ -200,13 +200,18 @@ def test_without_enough_steps_there_is_no_eta() -> None:
 # -- reading on
 
 
+def line(record: MetricsRecord) -> bytes:
+    """As in metrics.jsonl: what a step does not have is left out."""
+    return encode({k: v for k, v in vars(record).items() if v is not None or k in ("mfu", "memory_bytes")})
+
+
 def write(folder: RunFolder, run: Run) -> dict[Path, bytes]:
     """The files of a run that was played, as they are at its end."""
     folder.job_toml.write_text(JOB)
     measured = [record(step, g) for g, steps in sorted(run.trained.items()) for step in steps]
     begun = [vars(events.Event(1.0, g, "run_started", "info", f"generation {g}")) for g in sorted(run.starts)]
     return {
-        folder.metrics: b"".join(encode(vars(r)) for r in measured),
+        folder.metrics: b"".join(map(line, measured)),
         folder.ledger: b"".join(encode(vars(r)) for r in run.ledger),
         folder.events: b"".join(map(encode, begun)) + b"torn",
     }
@@ -308,7 +313,7 @@ def test_a_poll_reads_only_what_is_new(folder: RunFolder, monkeypatch: pytest.Mo
     for _ in range(10):
         run.train(1)
         with folder.metrics.open("ab") as f:
-            f.write(encode(vars(record(run.step))))
+            f.write(line(record(run.step)))
         with folder.ledger.open("ab") as f:
             f.write(encode(vars(run.ledger[-1])))
         view = reader.view()

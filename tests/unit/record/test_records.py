@@ -53,6 +53,9 @@ def test_metrics_have_exactly_the_fields_of_the_contract() -> None:
         "validation_time_s",
         "router_aux_loss",
         "loss_tokens",
+        "expert_load_max",
+        "expert_load_min",
+        "idle_experts",
     ]
 
 

@@ -82,6 +82,8 @@ def test_values_of_a_run(run: RunFolder) -> None:
         "run_validation_loss",
         "run_eta_seconds",
         "run_mtbf_seconds",
+        "run_router_aux_loss",
+        "run_idle_experts",
     }
     assert not absent & values.keys()
 
@@ -91,6 +93,13 @@ def test_the_last_validation_counts(run: RunFolder) -> None:
         step(run, number, validation_loss=loss)
     values = run_values(read_view(run), START + 50)
     assert values['run_validation_loss{run="a-run"}'] == 2.75
+
+
+def test_the_load_of_experts(run: RunFolder) -> None:
+    step(run, 6, router_aux_loss=2.5, expert_load_max=1.5, expert_load_min=0.0, idle_experts=3)
+    values = run_values(read_view(run), START + 50)
+    names = ("router_aux_loss", "expert_load_max_ratio", "expert_load_min_ratio", "idle_experts")
+    assert [values[f'run_{name}{{run="a-run"}}'] for name in names] == [2.5, 1.5, 0.0, 3]
 
 
 def test_a_run_that_has_not_begun(folder: RunFolder) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from seatrial.data.loader import Batch
 from seatrial.hardware import accelerator
 from seatrial.job import Job, job_from_text, preset_text
+from seatrial.job.architecture import Architecture
 from seatrial.model.initialise import RandomWeights
 from seatrial.parallel.build import ParallelModel
 from seatrial.parallel.mesh import Mesh
@@ -146,6 +147,7 @@ class Run:
         generation: int = 1,
         place: Mesh | None = None,
         leave: dict[int, Leaving] | None = None,
+        arch: Architecture = ARCH,
     ) -> None:
         """`late`: on the test device, which must be installed: results are read a step late, as on a GPU."""
         self.folder = RunFolder(root)
@@ -155,7 +157,7 @@ class Run:
         place = place or mesh(device=accelerator.claim("cuda", 0) if late else None)
         job = make_job(root, *overrides)
         settings = replace(SETTINGS, microbatches=job.microbatches)
-        self.model = ParallelModel(ARCH, place, settings, RandomWeights(ARCH, 0))
+        self.model = ParallelModel(arch, place, settings, RandomWeights(arch, 0))
         self.optimizer = build_optimizer(self.model.shards, job.optimizer, place)
         self.watcher = Watcher(leave or {})
         self.copies = keeping(self.model, self.optimizer)

@@ -101,6 +101,19 @@ def test_metrics_of_other_packages_are_shown(folder: RunFolder) -> None:
     ]
 
 
+def test_the_load_of_experts_is_shown(folder: RunFolder) -> None:
+    assert figures.experts(RECORD) == ""
+    load = {"router_aux_loss": 2.5, "expert_load_max": 1.84, "expert_load_min": 0.3125, "idle_experts": 2}
+    write(folder, 1, 3, **load)
+    view = read_view(folder)
+    said = io.StringIO()
+    print_status(Out(said), view, time.time())
+    text = "load 0.31 to 1.84 of the mean, 2 idle, balance loss 2.5000"
+    assert re.search(rf"experts +{text}\n", said.getvalue())
+    assert [pair.text for pair in live_pairs(view, 0.0) if pair.label == "experts"] == [text]
+    assert load.items() <= json.loads(summary_json(view, time.time())).items()
+
+
 def test_steps_and_events_in_the_order_they_happened(folder: RunFolder) -> None:
     out = io.StringIO()
     view = console(folder, out)

@@ -29,7 +29,7 @@ RECORDS = [
     record(5, validation_loss=3.25, validation_time_s=0.25),
     record(6, extra={"per plexity!": 7.5}),
     *(record(step, 2) for step in range(5, 8)),
-    record(8, 2, validation_loss=2.5, validation_time_s=0.25),
+    record(8, 2, validation_loss=2.5, validation_time_s=0.25, expert_load_max=1.5, idle_experts=3),
 ]
 EVENTS = [
     Event(1001.0, 1, "run_started", "info", "begins"),

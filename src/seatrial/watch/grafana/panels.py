@@ -179,6 +179,9 @@ def boards() -> tuple[Board, ...]:
             (
                 _curve("Loss", "none", "loss", "validation_loss"),
                 _curve("Gradient norm", "none", "gradient_norm"),
+                _curve("Balance loss of experts", "none", "router_aux_loss"),
+                _curve("Load of experts", "none", "expert_load_max_ratio", "expert_load_min_ratio"),
+                _curve("Idle experts", "none", "idle_experts"),
                 _curve("Learning rate", "sci", "learning_rate"),
                 _curve("Step", "none", "step", "checkpoint_step", "target_step"),
                 _curve("Tokens", "short", "tokens"),

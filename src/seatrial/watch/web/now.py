@@ -62,6 +62,7 @@ def _moving(polled: PolledRun) -> dict[str, Any]:
         "loss": last.loss,
         "validation": _validation(polled),
         "grad_norm": last.grad_norm,
+        "experts": figures.experts(last) or None,
         "tokens_per_s": last.tokens_per_s,
         "each": last.tokens_per_s_per_gpu,
         "unit": figures.unit(view.device),

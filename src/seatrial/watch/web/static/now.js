@@ -18,7 +18,7 @@ function moving(m, state) {
     left === null ? "" : h("progress", { max: 100, value: left, "aria-label": "steps done" }),
     m.underway ? h("p", { class: "warn", role: "status" }, m.underway) : "",
     runs ? "" : h("p", { class: state.state === "failed" ? "bad" : "dim" }, `${state.state}: ${state.reason}`),
-    m.time ? h("dl", { class: "stats" }, stat("loss", number(m.loss, 4)), m.validation ? stat(`validation loss, step ${number(m.validation.step)}`, number(m.validation.loss, 4)) : "", stat("gradient norm", short(m.grad_norm)), stat("step time", duration(m.step_s)), stat("tokens/s", short(m.tokens_per_s)), stat(`tokens/s per ${m.unit}`, short(m.each)), stat("MFU", typeof m.mfu === "number" ? `${number(100 * m.mfu, 1)} %` : "unknown"), stat("memory", m.memory), stat("tokens", short(m.tokens))) : "",
+    m.time ? h("dl", { class: "stats" }, stat("loss", number(m.loss, 4)), m.validation ? stat(`validation loss, step ${number(m.validation.step)}`, number(m.validation.loss, 4)) : "", stat("gradient norm", short(m.grad_norm)), stat("experts", m.experts), stat("step time", duration(m.step_s)), stat("tokens/s", short(m.tokens_per_s)), stat(`tokens/s per ${m.unit}`, short(m.each)), stat("MFU", typeof m.mfu === "number" ? `${number(100 * m.mfu, 1)} %` : "unknown"), stat("memory", m.memory), stat("tokens", short(m.tokens))) : "",
   ];
 }
 
