@@ -29,11 +29,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from saving import save
-from seatrial.base.box import Box
+from saving import new_manifest, save_whole
 from seatrial.base.errors import SeatrialError
-from seatrial.checkpoint.manifest import MANIFEST, Manifest, Progress
-from seatrial.checkpoint.write import Piece
+from seatrial.checkpoint.manifest import MANIFEST, Progress
 from seatrial.cli.main import main as seatrial
 from seatrial.control.agent.spec import AgentSpec
 from seatrial.control.coordinator.handover import recall
@@ -130,12 +128,13 @@ class World:
         return folder
 
     def _checkpoint(self, place: Path, step: int, generation: int) -> None:
-        manifest = Manifest(
-            Progress(step, step * BATCH * LENGTH, step * BATCH, generation), 1e9, 1, {}, {"world_size": 1}, "", "", False, [], {}
-        )  # fmt: skip
+        manifest = new_manifest(
+            Progress(step, step * BATCH * LENGTH, step * BATCH, generation),
+            time=1e9,
+            layout={"world_size": 1},
+        )
         values = torch.arange(64, dtype=torch.float32) + step
-        pieces = [Piece("model/a", values, Box.whole(values.shape), tuple(values.shape))]
-        save(place, manifest, pieces, rank=0, world_size=1, agree=lambda ok: not ok)
+        save_whole(place, manifest, {"model/a": values})
 
     def _weights(self, folder: Path) -> None:
         folder.mkdir()

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
+from torch import Tensor
+
+from seatrial.base.box import Box
 from seatrial.base.errors import SeatrialError
 from seatrial.checkpoint.commit import Fence
-from seatrial.checkpoint.manifest import Manifest, folder_name
+from seatrial.checkpoint.manifest import Manifest, Progress, folder_name
 from seatrial.checkpoint.memory import Filling
 from seatrial.checkpoint.place import Place, open_place
 from seatrial.checkpoint.stream import FilePlan, raw_bytes
@@ -20,6 +24,26 @@ Agree = Callable[[bool], int]
 
 def unfenced() -> None:
     """The fence of a place that only one process ever writes to."""
+
+
+def new_manifest(progress: Progress, **more: Any) -> Manifest:
+    """Of a checkpoint that is still to be written; `more` is what it says besides."""
+    nothing: dict[str, Any] = {
+        "architecture": {},
+        "layout": {},
+        "job_sha256": "",
+        "code": "",
+        "files": [],
+        "tensors": {},
+    }
+    return Manifest(**{"progress": progress, "time": 1.0, "seed": 1, "read_back": False, **nothing, **more})
+
+
+def save_whole(checkpoints: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> Path:
+    """Write a checkpoint of one rank that holds all of `tensors`, by their keys; its folder."""
+    pieces = [Piece(key, t, Box.whole(t.shape), tuple(t.shape)) for key, t in tensors.items()]
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    return save(checkpoints, manifest, pieces, rank=0, world_size=1, agree=lambda ok: not ok)
 
 
 def save(

@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from saving import save
-from seatrial.base.box import Box
-from seatrial.checkpoint.manifest import Manifest, Progress
-from seatrial.checkpoint.write import Piece
+from saving import new_manifest, save_whole
+from seatrial.checkpoint.manifest import Progress
 from seatrial.cli.main import main
 from seatrial.job.architecture import Architecture
 from seatrial.model.decoder import whole_shapes
@@ -41,22 +39,10 @@ ARCH = Architecture(
 
 def add_checkpoint(place: Path, step: int) -> Path:
     """One whose every weight is the number of its step."""
-    manifest = Manifest(
-        progress=Progress(step, step * 64, step * 4, 1),
-        time=1.0,
-        seed=1,
-        architecture=ARCH.as_dict(),
-        layout={"world_size": 1},
-        job_sha256="j",
-        code="c",
-        read_back=False,
-        files=[],
-        tensors={},
-    )
-    shapes = whole_shapes(ARCH).items()
-    pieces = [Piece(f"model/{n}", torch.full(s, float(step)), Box.whole(s), tuple(s)) for n, s in shapes]
-    place.mkdir(parents=True, exist_ok=True)
-    return save(place, manifest, pieces, rank=0, world_size=1, agree=lambda ok: not ok)
+    told = {"architecture": ARCH.as_dict(), "layout": {"world_size": 1}, "job_sha256": "j", "code": "c"}
+    manifest = new_manifest(Progress(step, step * 64, step * 4, 1), **told)
+    weights = {f"model/{n}": torch.full(s, float(step)) for n, s in whole_shapes(ARCH).items()}
+    return save_whole(place, manifest, weights)
 
 
 def damage(checkpoint: Path) -> None:

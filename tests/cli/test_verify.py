@@ -12,10 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from saving import save
-from seatrial.base.box import Box
-from seatrial.checkpoint.manifest import Manifest, Progress
-from seatrial.checkpoint.write import Piece
+from saving import new_manifest, save_whole
+from seatrial.checkpoint.manifest import Progress
 from seatrial.cli.main import main
 from seatrial.record import events, lock
 from seatrial.record.folder import RunFolder
@@ -28,22 +26,10 @@ BATCH, LENGTH = 4, 16
 def add_checkpoint(place: Path, step: int, generation: int = 1, *, next_sample: int | None = None) -> Path:
     """One of 64 KiB in one file, that two ranks could have written."""
     samples = step * BATCH if next_sample is None else next_sample
-    manifest = Manifest(
-        progress=Progress(step, step * BATCH * LENGTH, samples, generation),
-        time=time.time() - 60,
-        seed=1,
-        architecture={},
-        layout={"world_size": 2},
-        job_sha256="",
-        code="",
-        read_back=False,
-        files=[],
-        tensors={},
-    )
+    progress = Progress(step, step * BATCH * LENGTH, samples, generation)
+    manifest = new_manifest(progress, time=time.time() - 60, layout={"world_size": 2})
     values = torch.arange(1 << 14, dtype=torch.float32) + step
-    pieces = [Piece("model/a", values, Box.whole(values.shape), tuple(values.shape))]
-    place.mkdir(parents=True, exist_ok=True)
-    return save(place, manifest, pieces, rank=0, world_size=1, agree=lambda ok: not ok)
+    return save_whole(place, manifest, {"model/a": values})
 
 
 @pytest.fixture

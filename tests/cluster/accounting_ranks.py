@@ -12,17 +12,15 @@ import os
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import parity_ranks
-from parity_ranks import LENGTH, SEQUENCES, NoisyWeights, batch
+from parity_ranks import SEQUENCES, NoisyWeights, batch
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 
-from seatrial.job import job_from_text, loss_rows, preset_text
+from seatrial.job import loss_rows
 from seatrial.parallel.mesh import Mesh
-from seatrial.record.folder import RunFolder
 from seatrial.train.loop import Loop
 from seatrial.train.optimizer import build_optimizer
 from seatrial.train.records import into_file
@@ -63,27 +61,8 @@ class Batches:
 
 def work(case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     loss_rows.LOGITS = LOGITS
-    layout = mesh.layout
-    root = Path(case["root"])
-    job = job_from_text(
-        preset_text("first-voyage"),
-        name=case["name"],
-        base_folder=root,
-        overrides=[
-            *("cluster.nodes=1", f"cluster.gpus_per_node={layout.world_size}"),
-            *(f"parallel.{n}={getattr(layout, n)}" for n in ("tensor", "pipeline", "shard", "replicate")),
-            *(
-                f"train.steps={case.get('steps', STEPS)}",
-                f"train.global_batch={SEQUENCES}",
-                "train.microbatch=2",
-            ),
-            *(f"train.sequence_length={LENGTH}", "checkpoint.every_steps=1000", "optimizer.warmup_steps=2"),
-        ],
-    )
-    folder = RunFolder(root / case["name"])
-    for path in (folder.checkpoints, folder.control):
-        path.mkdir(parents=True, exist_ok=True)
-    folder.generation_file.write_text("1")
+    steps = case.get("steps", STEPS)
+    job, folder = parity_ranks.job_and_folder(case, mesh, f"train.steps={steps}", "optimizer.warmup_steps=2")
     model = parity_ranks.build(case, mesh, NoisyWeights(parity_ranks.arch_of(case), seed=1))
     optimizer = build_optimizer(model.shards, job.optimizer)
     batches = Batches()

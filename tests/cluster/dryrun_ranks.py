@@ -12,9 +12,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-import traceback
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +75,7 @@ def job_of(case: dict[str, Any]) -> Job:
         optimizer=OptimizerSection(**{"lr": 1e-3, **case.get("optimizer", {})}),
         checkpoint=CheckpointSection(every_steps=100),
     )
-    arch = replace(
-        parity_ranks.arch_of(case),
-        num_hidden_layers=case.get("layers", 4),
-        num_key_value_heads=case.get("kv_heads", parity_ranks.ARCH.num_key_value_heads),
-    )
+    arch = parity_ranks.arch_of(case)
     if case.get("all_experts"):  # every expert gets all positions: as evenly spread as a dry run assumes
         arch = replace(arch, num_experts_per_tok=arch.num_experts)
     return Job(file, arch, layout, "dry")
@@ -179,18 +175,7 @@ def main() -> int:
     failed = []
     for case in json.loads(Path(sys.argv[1]).read_text()):
         ran = case["only_dry"] or parity_ranks.run_case(case, out, real)
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                dry(case, out)
-                code = 0
-            except Exception:  # noqa: BLE001  it must say why before it ends
-                traceback.print_exc()
-            finally:
-                sys.stderr.flush()
-                os._exit(code)
-        if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) or not ran:
+        if not parity_ranks.in_processes([partial(dry, case, out)]) or not ran:
             failed.append(case["name"])
     if failed:
         print("failed:", ", ".join(failed), file=sys.stderr)

@@ -95,27 +95,18 @@ class Rank:
     def train(self, rank_spec: RankSpec) -> None:
         begin = time.perf_counter()
         layout = Layout(**self.plan["layout"])
-        os.environ.update(
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(rank_spec.master_port),
-            WORLD_SIZE=str(layout.world_size),
-            RANK=str(self.number),
-            GLOO_SOCKET_IFNAME="lo",
-        )
         if self.number:
             wait_for_store("127.0.0.1", rank_spec.master_port, timeout_s=30.0)
-        dist.init_process_group("gloo", timeout=small.TIMEOUT)
+        small.join(layout, self.number, rank_spec.master_port)
         mesh = build_mesh(layout, torch.device("cpu"), small.TIMEOUT)
         case = {"tied": True, "async_tensor": self.plan.get("async_tensor", False)}
         model = small.build(case, mesh, small.NoisyWeights(small.arch_of(case), seed=1))
         optimizer = ShardedAdamW(model.shards, OptimizerSection(lr=small.LR))
         self.plant(model)
-        share = small.SEQUENCES // layout.data_parallel
         losses = []
         for step in range(1, self.plan["steps"] + 1):
             self.step = step
-            rows = small.batch(self.step)[mesh.data_rank * share : (mesh.data_rank + 1) * share]
-            ids, target = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+            ids, target = small.own_batch(self.step, mesh)
             result = train_step(model, optimizer, ids, target, lr=small.LR, clip_norm=small.CLIP)
             losses.append(result.read()[0])
             if self.step == 1:

@@ -13,10 +13,11 @@ import os
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,12 @@ from torch._inductor import config as inductor_config
 from tqdm import tqdm
 
 from seatrial.base.box import Box
-from seatrial.checkpoint.manifest import Manifest, Progress
+from seatrial.checkpoint.manifest import Progress
 from seatrial.checkpoint.write import Piece
 from seatrial.data.loader import NO_TARGET
-from seatrial.job import loss_rows, parts
+from seatrial.job import job_from_text, loss_rows, parts, preset_text
 from seatrial.job.architecture import Architecture
+from seatrial.job.job import Job
 from seatrial.job.layout import Layout
 from seatrial.job.lora import Lora
 from seatrial.job.schema import GroupSection, OptimizerSection
@@ -44,6 +46,7 @@ from seatrial.parallel import collectives, context, expert, overlap, overlap_gra
 from seatrial.parallel.build import ParallelModel, Settings
 from seatrial.parallel.loss import LoadBalancing
 from seatrial.parallel.mesh import Mesh, build_mesh
+from seatrial.record.folder import RunFolder
 from seatrial.train.optimizer import build_optimizer
 from seatrial.train.step import train_step
 
@@ -51,7 +54,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import saving
 
 TIMEOUT = timedelta(seconds=60)
-STEPS = 20
 SEQUENCES, LENGTH, MICROBATCH = 16, 64, 2
 LR, CLIP = 3e-3, 1.0
 LOGITS = 2**13  # of a part of the loss: four parts a microbatch, two under tensor parallel
@@ -122,6 +124,18 @@ def batch(step: int) -> Tensor:
     return (start + stride * torch.arange(LENGTH + 1)) % ARCH.vocab_size
 
 
+def own_rows(mesh: Mesh) -> slice:
+    """Of a batch, those of this rank."""
+    share = SEQUENCES // mesh.layout.data_parallel
+    return slice(mesh.data_rank * share, (mesh.data_rank + 1) * share)
+
+
+def own_batch(step: int, mesh: Mesh) -> tuple[Tensor, Tensor]:
+    """[b, T] tokens and targets of this rank."""
+    rows = batch(step)[own_rows(mesh)]
+    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
 def documents(step: int) -> Tensor:
     """[B, T] numbers of documents of one to many tokens, in every sequence others; the same in every layout."""
     generator = torch.Generator().manual_seed(4321 + step)
@@ -161,7 +175,12 @@ def build(case: dict[str, Any], mesh: Mesh, source: Any) -> ParallelModel:
 
 
 def arch_of(case: dict[str, Any]) -> Architecture:
-    arch = replace(ARCH, tie_word_embeddings=case["tied"])
+    arch = replace(
+        ARCH,
+        tie_word_embeddings=case["tied"],
+        num_hidden_layers=case.get("layers", ARCH.num_hidden_layers),
+        num_key_value_heads=case.get("kv_heads", ARCH.num_key_value_heads),
+    )
     if case.get("family") == "qwen3":
         arch = replace(arch, family="qwen3", qkv_bias=False, qk_norm=True)
     if case.get("family") == "qwen3_moe":
@@ -272,7 +291,7 @@ def train(case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     if case.get("oracle"):  # torch's in its place
         optimizer.prepares = False
         optimizer.update = torchs_muon({s.name: s.parameter for s in model.shards}, settings)  # type: ignore[method-assign]
-    gradients: list[tuple[str, Box, Tensor]] = []
+    gradients: list[tuple[str, tuple[int, ...], Tensor]] = []
     update = optimizer.update
 
     def keep_gradients(lr: float, scale: Tensor | None) -> None:
@@ -281,7 +300,7 @@ def train(case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
                 assert s.grad is None, f"{s.name} is frozen and has a gradient"
                 continue
             assert s.grad is not None, f"{s.name} has no gradient"
-            gradients.append((s.name, s.box, s.grad.clone()))
+            gradients.append((s.name, s.box.offsets, s.grad.clone()))
         optimizer.update = update  # type: ignore[method-assign]
         update(lr, scale)
 
@@ -298,19 +317,17 @@ def train(case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
 
     model.take_expert_counts = keep_counts  # type: ignore[method-assign]
     order: list[str] = []
-    share = SEQUENCES // mesh.layout.data_parallel
-    for step in range(case.get("steps", STEPS)):
-        mine = slice(mesh.data_rank * share, (mesh.data_rank + 1) * share)
-        rows = batch(step)[mine]
-        target = rows[:, 1:].contiguous()
+    mine = own_rows(mesh)
+    for step in range(case["steps"]):
+        ids, target = own_batch(step, mesh)
         if case.get("masked"):
             target.masked_fill_(~counted(step, case)[mine], NO_TARGET)
-        last = step == case.get("steps", STEPS) - 1
+        last = step == case["steps"] - 1
         with async_order.recorded() if last and case.get("order") else nullcontext(order) as order:
             result = train_step(
                 model,
                 optimizer,
-                rows[:, :-1].contiguous(),
+                ids,
                 target,
                 documents(step)[mine] if case.get("documents") else None,
                 lr=settings.lr,
@@ -321,12 +338,11 @@ def train(case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
         balance.append(values.balance_loss)
         load.append(values.expert_load)
         tokens.append(values.counted)
-    weights = [(s.name, s.box, s.local.clone()) for s in model.shards]
     logits = []
     if case.get("evaluate"):
         with torch.no_grad():
             # Other batches than in training, as an evaluation has them.
-            logits = [model.stages[0](rows[:n, :-1].contiguous()) for n in (1, 3, 4, 5)]
+            logits = [model.stages[0](ids[:n]) for n in (1, 3, 4, 5)]
     return {
         "logits": logits,
         "history": history,
@@ -334,8 +350,8 @@ def train(case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
         "load": load,
         "routed": routed,
         "tokens": tokens,
-        "gradients": _plain(gradients),
-        "weights": _plain(weights),
+        "gradients": gradients,
+        "weights": [(s.name, s.box.offsets, s.local.clone()) for s in model.shards],
         "order": "".join(order),
     }
 
@@ -387,8 +403,18 @@ def torchs_muon(
     return update
 
 
-def _plain(items: list[tuple[str, Box, Tensor]]) -> list[tuple[str, tuple[int, ...], Tensor]]:
-    return [(name, box.offsets, values) for name, box, values in items]
+def save(case: dict[str, Any], mesh: Mesh, to: str, step: int, pieces: Iterable[Piece]) -> None:
+    """A checkpoint of what each rank owns of `pieces`, in the folder `to`."""
+    manifest = saving.new_manifest(
+        Progress(step, 0, 0, 1), architecture=arch_of(case).as_dict(), layout=mesh.layout.as_dict()
+    )
+
+    def agree(ok: bool) -> int:
+        return int(mesh.sum_over_ranks(torch.tensor([0.0 if ok else 1.0])).item())
+
+    Path(to).mkdir(exist_ok=True)
+    owned = [piece for piece in pieces if piece.owner]
+    saving.save(Path(to), manifest, owned, rank=mesh.rank, world_size=mesh.layout.world_size, agree=agree)
 
 
 def convert(case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
@@ -396,35 +422,38 @@ def convert(case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     weights = HuggingFaceWeights(Path(case["from"]))
     weights.check(arch_of(case))
     model = build(case, mesh, weights)
-    pieces = [Piece(f"model/{s.name}", s.local, s.box, s.whole) for s in model.shards if s.owner]
-    manifest = Manifest(
-        progress=Progress(step=1, tokens=0, next_sample=0, generation=1),
-        time=0.0,
-        seed=0,
-        architecture=arch_of(case).as_dict(),
-        layout=mesh.layout.as_dict(),
-        job_sha256="",
-        code="",
-        read_back=False,
-        files=[],
-        tensors={},
-    )
+    pieces = [Piece(f"model/{s.name}", s.local, s.box, s.whole, owner=s.owner) for s in model.shards]
+    save(case, mesh, case["to"], 1, pieces)
+    return {}
 
-    def agree(ok: bool) -> int:
-        return int(mesh.sum_over_ranks(torch.tensor([0.0 if ok else 1.0])).item())
 
-    Path(case["to"]).mkdir(exist_ok=True)
-    folder = saving.save(
-        Path(case["to"]), manifest, pieces, rank=mesh.rank, world_size=mesh.layout.world_size, agree=agree
+def job_and_folder(case: dict[str, Any], mesh: Mesh, *settings: str) -> tuple[Job, RunFolder]:
+    """For a loop in this layout: a job with the batches of `batch`, and its run folder in case["root"]."""
+    layout, root = mesh.layout, Path(case["root"])
+    job = job_from_text(
+        preset_text("first-voyage"),
+        name=case["name"],
+        base_folder=root,
+        overrides=[
+            *("cluster.nodes=1", f"cluster.gpus_per_node={layout.world_size}"),
+            *(f"parallel.{n}={getattr(layout, n)}" for n in ("tensor", "pipeline", "context", "replicate")),
+            f"parallel.shard={layout.sample_shards}",
+            *(f"train.global_batch={SEQUENCES}", f"train.microbatch={MICROBATCH}"),
+            *(f"train.sequence_length={LENGTH}", "checkpoint.every_steps=1000", *settings),
+        ],
     )
-    return {"folder": str(folder)}
+    folder = RunFolder(root / case["name"])
+    for path in (folder.checkpoints, folder.control):
+        path.mkdir(parents=True, exist_ok=True)
+    folder.generation_file.write_text("1")
+    return job, folder
 
 
 Work = Callable[[dict[str, Any], Mesh], dict[str, Any]]
 
 
-def rank_main(case: dict[str, Any], rank: int, port: int, out: Path, work: Work) -> None:
-    layout = Layout(**case["layout"])
+def join(layout: Layout, rank: int, port: int) -> None:
+    """Begin torch.distributed on gloo, of all ranks of `layout` on this machine."""
     os.environ.update(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
@@ -433,6 +462,11 @@ def rank_main(case: dict[str, Any], rank: int, port: int, out: Path, work: Work)
         GLOO_SOCKET_IFNAME="lo",
     )
     dist.init_process_group("gloo", timeout=TIMEOUT)
+
+
+def rank_main(case: dict[str, Any], rank: int, port: int, out: Path, work: Work) -> None:
+    layout = Layout(**case["layout"])
+    join(layout, rank, port)
     whole = case.get("optimizer", {}).get("name") == "muon"
     mesh = build_mesh(layout, torch.device("cpu"), TIMEOUT, with_stage=whole)
     torch.save(work(case, mesh), out / f"{case['name']}.{rank}.pt")
@@ -440,19 +474,17 @@ def rank_main(case: dict[str, Any], rank: int, port: int, out: Path, work: Work)
     dist.destroy_process_group()
 
 
-def run_case(case: dict[str, Any], out: Path, work: Work) -> bool:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+def in_processes(bodies: Iterable[Callable[[], object]]) -> bool:
+    """Call all of them at once, each in a process of its own; whether none of them failed."""
     pids = []
-    for rank in range(Layout(**case["layout"]).world_size):
+    for body in bodies:
         pid = os.fork()
         if pid == 0:
             code = 1
             try:
-                rank_main(case, rank, port, out, work)
+                body()
                 code = 0
-            except Exception:  # noqa: BLE001  a rank must say why before it ends
+            except Exception:  # noqa: BLE001  it must say why before it ends
                 traceback.print_exc()
             finally:
                 sys.stderr.flush()
@@ -460,6 +492,14 @@ def run_case(case: dict[str, Any], out: Path, work: Work) -> bool:
         pids.append(pid)
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     return not any(codes)
+
+
+def run_case(case: dict[str, Any], out: Path, work: Work) -> bool:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    ranks = range(Layout(**case["layout"]).world_size)
+    return in_processes(partial(rank_main, case, rank, port, out, work) for rank in ranks)
 
 
 def _load_compiler() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from dryrun_derived import derived, held
 from dryrun_ranks import job_of
+from parity import FULL, INTERLEAVED, RECOMPUTE, SELECTIVE, ZERO_BUBBLE, Case
 from parity_ranks import LOGITS
 
 from conftest import each_case, run_cases, selected_cases
@@ -19,122 +20,77 @@ from seatrial.job import loss_rows
 
 pytestmark = pytest.mark.cluster
 
-FULL = {"tensor": 2, "pipeline": 2, "shard": 2}
-MANY = {"pipeline": 2, "stages_per_rank": 2}
+BF16 = {"precision": "bf16"}
+EXPERTS = {"family": "qwen3_moe", **BF16}
 # Two layers and two microbatches, where there is no pipeline: a trace takes as long as it has operations.
 LITTLE = {"microbatch": 8, "layers": 2}
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "one": {"layout": {}, "precision": "fp32", **LITTLE},
-    "one-bf16": {"layout": {}, "precision": "bf16", "activation_checkpointing": "full"},
-    "tp2": {"layout": {"tensor": 2}, "precision": "fp32"},
-    "tp2-tied-qwen3": {
-        "layout": {"tensor": 2},
-        "precision": "fp32",
-        "tied": True,
-        "family": "qwen3",
-        **LITTLE,
-    },
-    "fsdp2": {"layout": {"shard": 2}, "precision": "bf16"},
-    "fsdp3": {"layout": {"shard": 3}, "precision": "bf16"},
-    "replicate2-fsdp2": {"layout": {"replicate": 2, "shard": 2}, "precision": "fp32"},
+LAYOUTS: dict[str, Case] = {
+    "one": LITTLE,
+    "one-bf16": {**BF16, **RECOMPUTE},
+    "tp2": {"layout": {"tensor": 2}},
+    "tp2-tied-qwen3": {"layout": {"tensor": 2}, "tied": True, "family": "qwen3", **LITTLE},
+    "fsdp2": {"layout": {"shard": 2}, **BF16},
+    "fsdp3": {"layout": {"shard": 3}, **BF16},
+    "replicate2-fsdp2": {"layout": {"replicate": 2, "shard": 2}},
     "replicate2-fsdp2-sharded": {
         "layout": {"replicate": 2, "shard": 2},
-        "precision": "fp32",
         "accumulate": "sharded",
         "microbatch": 2,
     },
-    "pp2": {"layout": {"pipeline": 2}, "precision": "fp32"},
-    "pp4-tied": {"layout": {"pipeline": 4}, "precision": "fp32", "tied": True},
-    "pp2-gpipe": {"layout": {"pipeline": 2, "schedule": "gpipe"}, "precision": "fp32", "layers": 5},
-    "tp2-pp2-fsdp2": {"layout": FULL, "precision": "bf16"},
-    "tp2-pp2-fsdp2-recompute": {"layout": FULL, "precision": "bf16", "activation_checkpointing": "full"},
-    "tp2-pp2-fsdp2-selective": {
-        "layout": FULL,
-        "precision": "bf16",
-        "activation_checkpointing": "selective",
-    },
+    "pp2": {"layout": {"pipeline": 2}},
+    "pp4-tied": {"layout": {"pipeline": 4}, "tied": True},
+    "pp2-gpipe": {"layout": {"pipeline": 2, "schedule": "gpipe"}, "layers": 5},
+    "tp2-pp2-fsdp2": {"layout": FULL, **BF16},
+    "tp2-pp2-fsdp2-recompute": {"layout": FULL, **BF16, **RECOMPUTE},
+    "tp2-pp2-fsdp2-selective": {"layout": FULL, **BF16, **SELECTIVE},
     "tp2-recompute-every3": {
         "layout": {"tensor": 2},
-        "precision": "fp32",
-        "activation_checkpointing": "full",
+        **RECOMPUTE,
         "recompute_every_layers": 3,
         "microbatch": 8,
     },
-    "one-selective": {
-        "layout": {},
-        "precision": "bf16",
-        "activation_checkpointing": "selective",
-        "recompute_every_layers": 2,
-        **LITTLE,
-    },
-    "tp2-pp2-fsdp2-selective-async": {
-        "layout": FULL,
-        "precision": "bf16",
-        "activation_checkpointing": "selective",
-        "async_tensor": True,
-    },
-    "tp2-pp2-fsdp2-sharded": {"layout": FULL, "precision": "bf16", "accumulate": "sharded"},
-    "interleaved": {"layout": {**MANY, "shard": 2, "schedule": "interleaved-1f1b"}, "precision": "bf16"},
-    "zero-bubble": {"layout": {**MANY, "shard": 2, "schedule": "zero-bubble"}, "precision": "fp32"},
-    "tp2-async": {"layout": {"tensor": 2}, "precision": "fp32", "async_tensor": True},
+    "one-selective": {**BF16, **SELECTIVE, "recompute_every_layers": 2, **LITTLE},
+    "tp2-pp2-fsdp2-selective-async": {"layout": FULL, **BF16, **SELECTIVE, "async_tensor": True},
+    "tp2-pp2-fsdp2-sharded": {"layout": FULL, **BF16, "accumulate": "sharded"},
+    "interleaved": {"layout": {**INTERLEAVED, "shard": 2}, **BF16},
+    "zero-bubble": {"layout": {**ZERO_BUBBLE, "shard": 2}},
+    "tp2-async": {"layout": {"tensor": 2}, "async_tensor": True},
     "tp4-async-positions": {
         "layout": {"tensor": 4},
-        "precision": "fp32",
         "microbatch": 1,
         "kv_heads": 4,
         "async_tensor": True,
     },
-    "tp2-pp2-fsdp2-recompute-async": {
-        "layout": FULL,
-        "precision": "bf16",
-        "activation_checkpointing": "full",
-        "async_tensor": True,
-    },
-    "zero-bubble-tp2": {"layout": {**MANY, "tensor": 2, "schedule": "zero-bubble"}, "precision": "fp32"},
-    "zero-bubble-tp2-async": {
-        "layout": {**MANY, "tensor": 2, "schedule": "zero-bubble"},
-        "precision": "fp32",
-        "async_tensor": True,
-    },
-    "cp2-tp2-recompute": {
-        "layout": {"tensor": 2, "shard": 2, "context": 2},
-        "precision": "bf16",
-        "activation_checkpointing": "full",
-    },
+    "tp2-pp2-fsdp2-recompute-async": {"layout": FULL, **BF16, **RECOMPUTE, "async_tensor": True},
+    "zero-bubble-tp2": {"layout": {**ZERO_BUBBLE, "tensor": 2}},
+    "zero-bubble-tp2-async": {"layout": {**ZERO_BUBBLE, "tensor": 2}, "async_tensor": True},
+    "cp2-tp2-recompute": {"layout": {"tensor": 2, "shard": 2, "context": 2}, **BF16, **RECOMPUTE},
     "cp2-tp2-selective-every2": {
         "layout": {"tensor": 2, "shard": 2, "context": 2},
-        "precision": "bf16",
-        "activation_checkpointing": "selective",
+        **BF16,
+        **SELECTIVE,
         "recompute_every_layers": 2,
     },
-    "cp2-pp2": {"layout": {"pipeline": 2, "shard": 2, "context": 2}, "precision": "fp32"},
-    "one-experts": {"layout": {}, "precision": "bf16", "family": "qwen3_moe", **LITTLE},
-    "tp2-pp2-fsdp2-experts": {
-        "layout": FULL,
-        "precision": "bf16",
-        "family": "qwen3_moe",
-        "activation_checkpointing": "selective",
-    },
+    "cp2-pp2": {"layout": {"pipeline": 2, "shard": 2, "context": 2}},
+    "one-experts": {**EXPERTS, **LITTLE},
+    "tp2-pp2-fsdp2-experts": {"layout": FULL, **EXPERTS, **SELECTIVE},
     "ep2-tp2-experts": {
         "layout": {"tensor": 2, "shard": 2, "expert": 2},
-        "precision": "bf16",
-        "family": "qwen3_moe",
+        **EXPERTS,
         "all_experts": True,
-        "activation_checkpointing": "selective",
+        **SELECTIVE,
         **LITTLE,
     },
     "ep2-pp2-fsdp2-experts": {
         "layout": {"pipeline": 2, "shard": 4, "expert": 2},
-        "precision": "bf16",
-        "family": "qwen3_moe",
+        **EXPERTS,
         "all_experts": True,
-        "activation_checkpointing": "full",
+        **RECOMPUTE,
         "microbatch": 2,
     },
     "ep2-replicate2-fsdp2-experts": {
         "layout": {"replicate": 2, "shard": 4, "expert": 2},
-        "precision": "bf16",
-        "family": "qwen3_moe",
+        **EXPERTS,
         "all_experts": True,
         "accumulate": "sharded",
         "microbatch": 1,
@@ -142,37 +98,22 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
     "tp2-pp2-fsdp2-lora-selective": {
         "layout": FULL,
-        "precision": "bf16",
-        "activation_checkpointing": "selective",
+        **BF16,
+        **SELECTIVE,
         "lora": {"rank": 4, "alpha": 8.0, "targets": ["q_proj", "o_proj", "down_proj"]},
     },
-    "pp2-documents": {"layout": {"pipeline": 2}, "precision": "fp32", "documents": True, "layers": 2},
-    "tp2-pp2-documents": {
-        "layout": {"tensor": 2, "pipeline": 2},
-        "precision": "fp32",
-        "documents": True,
-    },
+    "pp2-documents": {"layout": {"pipeline": 2}, "documents": True, "layers": 2},
+    "tp2-pp2-documents": {"layout": {"tensor": 2, "pipeline": 2}, "documents": True},
 }
-CASES = {name: {"name": name, "tied": False, **case} for name, case in LAYOUTS.items()}
+CASES = {
+    name: {"name": name, "layout": {}, "tied": False, "precision": "fp32", **case}
+    for name, case in LAYOUTS.items()
+}
 # Everything that these say by themselves is also part of one of the others.
 _LONG = (
-    "one-bf16",
-    "tp2",
-    "tp2-async",
-    "fsdp2",
-    "pp2",
-    "pp2-gpipe",
-    "tp2-pp2-fsdp2",
-    "tp2-pp2-fsdp2-recompute",
-    "tp2-pp2-fsdp2-selective",
-    "tp2-recompute-every3",
-    "tp2-pp2-fsdp2-sharded",
-    "zero-bubble",
-    "pp4-tied",
-    "tp4-async-positions",
-    "zero-bubble-tp2-async",
-    "tp2-pp2-documents",
-    "cp2-pp2",
+    *("one-bf16", "tp2", "tp2-async", "fsdp2", "pp2", "pp2-gpipe", "pp4-tied", "cp2-pp2", "zero-bubble"),
+    *(f"tp2-pp2-fsdp2{end}" for end in ("", "-recompute", "-selective", "-sharded")),
+    *("tp2-recompute-every3", "tp4-async-positions", "zero-bubble-tp2-async", "tp2-pp2-documents"),
     "ep2-replicate2-fsdp2-experts",
 )
 _WITH_LORA = "tp2-pp2-fsdp2-lora-selective"
@@ -199,7 +140,7 @@ def out(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return folder
 
 
-def _both(out: Path, name: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def both(out: Path, name: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """(real, dry) of each rank."""
     dry = _dry(out, name)
     return [(torch.load(out / f"{name}.{r}.pt", weights_only=True), traced) for r, traced in enumerate(dry)]
@@ -210,14 +151,14 @@ def _dry(out: Path, name: str) -> list[dict[str, Any]]:
     return found
 
 
-def _peak(traced: dict[str, Any]) -> int:
+def peak(traced: dict[str, Any]) -> int:
     return max(sum(kinds.values()) for kinds in traced["peaks"].values())
 
 
 @every_whole
 def test_parameters_gradients_and_optimizer_state_are_exact(name: str, out: Path) -> None:
     job = job_of(CASES[name])
-    for rank, (real, dry) in enumerate(_both(out, name)):
+    for rank, (real, dry) in enumerate(both(out, name)):
         assert dry["bytes"] == real["bytes"]
         # Against what the real rank holds, and against the sizes by hand: fp32, and one step count a parameter.
         assert dry["bytes"]["parameters"] == real["held"] == 4 * held(job, rank)
@@ -229,7 +170,7 @@ def test_parameters_gradients_and_optimizer_state_are_exact(name: str, out: Path
 @pytest.mark.ci
 @pytest.mark.parametrize("name", [_WITH_LORA])
 def test_frozen_parameters_have_no_gradients_and_no_state(name: str, out: Path) -> None:
-    for real, dry in _both(out, name):
+    for real, dry in both(out, name):
         assert dry["bytes"] == real["bytes"]
         assert dry["bytes"]["parameters"] == real["held"] > 5 * dry["bytes"]["gradients"] > 0
         assert real["state"] == 2 * dry["bytes"]["gradients"]
@@ -239,7 +180,7 @@ def test_frozen_parameters_have_no_gradients_and_no_state(name: str, out: Path) 
 @every_case
 def test_collectives_are_exact(name: str, out: Path) -> None:
     """Against the calls of a real step, seen by the same eyes and by others."""
-    for real, dry in _both(out, name):
+    for real, dry in both(out, name):
         assert dry["collectives"] == real["collectives"]
         flown: Counter[tuple[str, str, int]] = Counter()
         messages: Counter[tuple[str, int]] = Counter()
@@ -259,7 +200,7 @@ def test_collectives_are_exact(name: str, out: Path) -> None:
 def test_collectives_are_those_derived_by_hand(name: str, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss_rows, "LOGITS", LOGITS)  # as in the ranks
     job = job_of(CASES[name])
-    for rank, (_, dry) in enumerate(_both(out, name)):
+    for rank, (_, dry) in enumerate(both(out, name)):
         counted: Counter[tuple[str, str, str]] = Counter()
         payload: Counter[tuple[str, str, str]] = Counter()
         for kind, dimension, dtype, n_bytes, calls in dry["collectives"]:
@@ -270,7 +211,7 @@ def test_collectives_are_those_derived_by_hand(name: str, out: Path, monkeypatch
 
 @every_case
 def test_flops_are_exact(name: str, out: Path) -> None:
-    for real, dry in _both(out, name):
+    for real, dry in both(out, name):
         assert dry["flops"] == real["flops"]
 
 
@@ -301,11 +242,11 @@ def test_memory_is_that_of_a_real_step(name: str, out: Path) -> None:
     gloo's threads hold a message for a moment after it is done, and copy some: the real peak may be a little
     higher, and never lower.
     """
-    ranks = _both(out, name)
+    ranks = both(out, name)
     if len(ranks) == 1:
         assert json.loads((out / f"{name}.dry.json").read_text())["second"]["peaks"] == ranks[0][0]["peaks"]
     for real, dry in ranks:
-        assert _peak(dry) <= _peak(real) <= 1.05 * _peak(dry)
+        assert peak(dry) <= peak(real) <= 1.05 * peak(dry)
 
 
 @every_case
@@ -316,4 +257,4 @@ def test_the_first_step_is_like_the_second(name: str, out: Path) -> None:
     assert first["bytes"] == second["bytes"]
     assert first["collectives"] == second["collectives"]
     assert first["flops"] == second["flops"]
-    assert _peak(first) == _peak(second)
+    assert peak(first) == peak(second)

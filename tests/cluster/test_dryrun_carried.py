@@ -72,7 +72,7 @@ LARGE: dict[str, tuple[dict[str, Any], int, int]] = {
 }
 
 
-def _same(few: RankStep, whole: RankStep) -> None:
+def assert_same_step(few: RankStep, whole: RankStep) -> None:
     assert few.peak_bytes == whole.peak_bytes
     assert few.flops == whole.flops
     assert few.traffic == whole.traffic
@@ -106,7 +106,7 @@ def test_a_step_carried_over_is_the_whole_step(name: str) -> None:
     for a, b in zip(few.ranks, whole.ranks, strict=True):
         assert len(a.traced) == 4
         assert b.traced == ((layers, microbatches),)
-        _same(a, b)
+        assert_same_step(a, b)
         _by_hand(job, a)
 
 

@@ -18,9 +18,9 @@ import torch
 from parity_ranks import ARCH
 
 from conftest import ONE_NODE, Run, records, seatrial
-from saving import save, unfenced
+from saving import new_manifest, save_whole, unfenced
 from seatrial.base.box import Box
-from seatrial.checkpoint.manifest import Manifest, Progress
+from seatrial.checkpoint.manifest import Progress
 from seatrial.checkpoint.place import open_place
 from seatrial.checkpoint.read import CheckpointWeights
 from seatrial.checkpoint.write import Piece
@@ -87,7 +87,7 @@ def test_from_an_object_store(tmp_path: Path, s3_url: str) -> None:
         name: torch.randn(shape, generator=torch.Generator().manual_seed(len(name)))
         for name, shape in whole_shapes(arch).items()
     }
-    save_whole(f"{s3_url}/runs/cloud", arch, values, step=7)
+    save_weights(f"{s3_url}/runs/cloud", arch, values, step=7)
     checkpoint = f"{s3_url}/runs/cloud/step-00000007"
     for source, out in ((checkpoint, "one"), ("runs/cloud", "run")):
         if out == "run":
@@ -144,7 +144,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
         values = {n: torch.zeros(shape) for n, shape in whole_shapes(arch).items()}
         for n, tensor in values.items():
             tensor.view(-1)[-1] = len(n)
-        save_whole(str(tmp_path / name), arch, values, step=1)
+        save_weights(str(tmp_path / name), arch, values, step=1)
         out = tmp_path / f"{name}-hf"
         arguments = [
             "export",
@@ -173,26 +173,15 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     assert peaks["large"] - peaks["small"] < BOUND_BYTES, peaks
 
 
-def save_whole(place: str, arch: Architecture, values: dict[str, torch.Tensor], step: int) -> None:
+def save_weights(place: str, arch: Architecture, values: dict[str, torch.Tensor], step: int) -> None:
     """A checkpoint of one rank that holds only weights."""
-    manifest = Manifest(
-        progress=Progress(step=step, tokens=0, next_sample=0, generation=1),
-        time=0.0,
-        seed=0,
-        architecture=arch.as_dict(),
-        layout={"world_size": 1},
-        job_sha256="",
-        code="",
-        read_back=False,
-        files=[],
-        tensors={},
-    )
-    pieces = [Piece(f"model/{n}", t, Box.whole(t.shape), tuple(t.shape)) for n, t in values.items()]
+    manifest = new_manifest(Progress(step, 0, 0, 1), architecture=arch.as_dict(), layout={"world_size": 1})
+    weights = {f"model/{n}": t for n, t in values.items()}
     if "://" not in place:
-        Path(place).mkdir()
-        save(Path(place), manifest, pieces, rank=0, world_size=1, agree=lambda ok: not ok)
+        save_whole(Path(place), manifest, weights)
         return
-    data = safetensors.torch.save({piece.key: piece.tensor for piece in pieces})
+    data = safetensors.torch.save(weights)
+    pieces = [Piece(key, t, Box.whole(t.shape), tuple(t.shape)) for key, t in weights.items()]
     fd = os.memfd_create("part")
     os.write(fd, data)
     store = open_place(place)

@@ -5,24 +5,27 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from recovery_runs import STEPS, Begin, Trial, assert_same, beginning, lines, make_folder, one_node
-from test_parity import (
+from parity import (
+    BF16,
+    FULL,
     GRADIENT_OF_LARGEST,
-    LAYOUTS,
-    LOSS_ABSOLUTE,
-    NORM_RELATIVE,
+    INTERLEAVED,
+    RECOMPUTE,
+    SELECTIVE,
+    ZERO_BUBBLE,
+    Case,
     Ran,
-    _differences,
-    _reference,
-    _worst,
-    read_runs,
+    assert_trains_alike,
+    compare,
+    errors,
+    run_layouts,
 )
+from recovery_runs import STEPS, Begin, Trial, assert_same, beginning, lines, make_folder, one_node
 
-from conftest import each_case, run_cases, seatrial, selected_cases
+from conftest import each_case, seatrial
 from seatrial.base.box import Box
 from seatrial.checkpoint.read import CheckpointWeights
 from seatrial.job import load_job
@@ -36,120 +39,76 @@ pytestmark = [pytest.mark.cluster, pytest.mark.ci]
 
 ALL = {"rank": 4, "alpha": 8.0, "targets": LORA_TARGETS}
 # Of a projection group some, of another none; nothing before `v_proj` needs a gradient in the first layer.
-SOME = {"rank": 3, "alpha": 6.0, "targets": ["v_proj", "down_proj"]}
-LATE = {"rank": 3, "alpha": 6.0, "targets": ["up_proj"]}
-FULL = LAYOUTS["tp2-pp2-fsdp2"]
-ZERO_BUBBLE = {**LAYOUTS["pp2-zero-bubble"], "shard": 2}
-# Name -> (the case, who must train alike).
-CASES: dict[str, tuple[dict[str, Any], str]] = {
-    "tp2": ({"layout": {"tensor": 2}}, "one"),
-    "fsdp2": ({"layout": {"shard": 2}}, "one"),
-    "pp2": ({"layout": {"pipeline": 2}}, "one"),
-    "tp2-some": ({"layout": {"tensor": 2}, "lora": SOME}, "one-some"),
-    "tp2-pp2-fsdp2": ({"layout": FULL}, "one"),
-    "tp2-pp2-fsdp2-tied-some": ({"layout": FULL, "tied": True, "lora": SOME}, "one-tied-some"),
-    "tp2-pp2-fsdp2-late": ({"layout": FULL, "lora": LATE}, "one-late"),
-    "tp2-pp2-fsdp2-sharded-recompute": (
-        {"layout": FULL, "accumulate": "sharded", "activation_checkpointing": "full"},
-        "one",
-    ),
-    "tp2-async-selective": (
-        {"layout": {"tensor": 2}, "async_tensor": True, "activation_checkpointing": "selective"},
-        "one",
-    ),
-    "tp2-async-late": ({"layout": {"tensor": 2}, "async_tensor": True, "lora": LATE}, "one-late"),
-    "tp2-fsdp2-compiled": ({"layout": {"tensor": 2, "shard": 2}, "compile": True}, "one"),
-    "fsdp2-compiled-some": ({"layout": {"shard": 2}, "compile": True, "lora": SOME}, "one-some"),
-    "replicate2-fsdp2-sharded": (
-        {"layout": {"replicate": 2, "shard": 2}, "accumulate": "sharded"},
-        "one",
-    ),
-    # More ranks than rows of A: some hold none of it.
-    "fsdp8": ({"layout": {"shard": 8}}, "one"),
-    "cp2-tp2": ({"layout": {"tensor": 2, "shard": 2, "context": 2}}, "one"),
-    "pp2-interleaved": ({"layout": LAYOUTS["pp2-interleaved"]}, "one"),
-    "pp2-zero-bubble-fsdp2": ({"layout": ZERO_BUBBLE, "reshard_after_forward": False}, "one"),
-    "tp2-pp2-zero-bubble-some": (
-        {"layout": {**LAYOUTS["pp2-zero-bubble"], "tensor": 2}, "lora": SOME},
-        "one-some",
-    ),
-    "pp2-zero-bubble-late-recompute": (
-        {"layout": LAYOUTS["pp2-zero-bubble"], "lora": LATE, "activation_checkpointing": "full"},
-        "one-late",
-    ),
-    "one-selective": ({"layout": {}, "activation_checkpointing": "selective"}, "one"),
+SOME = {"lora": {"rank": 3, "alpha": 6.0, "targets": ["v_proj", "down_proj"]}, "peer": "one-some"}
+LATE = {"lora": {"rank": 3, "alpha": 6.0, "targets": ["up_proj"]}, "peer": "one-late"}
+TP2 = {"layout": {"tensor": 2}}
+CASES: dict[str, Case] = {
+    "tp2": TP2,
+    "fsdp2": {"layout": {"shard": 2}},
+    "pp2": {"layout": {"pipeline": 2}},
+    "tp2-some": {**TP2, **SOME},
+    "tp2-pp2-fsdp2": {"layout": FULL},
+    "tp2-pp2-fsdp2-tied-some": {"layout": FULL, **SOME, "tied": True, "peer": "one-tied-some"},
+    "tp2-pp2-fsdp2-late": {"layout": FULL, **LATE},
+    "tp2-pp2-fsdp2-sharded-recompute": {"layout": FULL, "accumulate": "sharded", **RECOMPUTE},
+    "tp2-async-selective": {**TP2, "async_tensor": True, **SELECTIVE},
+    "tp2-async-late": {**TP2, "async_tensor": True, **LATE},
+    "tp2-fsdp2-compiled": {"layout": {"tensor": 2, "shard": 2}, "compile": True},
+    "fsdp2-compiled-some": {"layout": {"shard": 2}, "compile": True, **SOME},
+    "replicate2-fsdp2-sharded": {"layout": {"replicate": 2, "shard": 2}, "accumulate": "sharded"},
+    "fsdp8": {"layout": {"shard": 8}},  # more ranks than rows of A: some hold none of it
+    "cp2-tp2": {"layout": {"tensor": 2, "shard": 2, "context": 2}},
+    "pp2-interleaved": {"layout": INTERLEAVED},
+    "pp2-zero-bubble-fsdp2": {"layout": {**ZERO_BUBBLE, "shard": 2}, "reshard_after_forward": False},
+    "tp2-pp2-zero-bubble-some": {"layout": {**ZERO_BUBBLE, "tensor": 2}, **SOME},
+    "pp2-zero-bubble-late-recompute": {"layout": ZERO_BUBBLE, **LATE, **RECOMPUTE},
+    "one-selective": SELECTIVE,
 }
 # Each part of these is in another one too.
 _LONG = {
-    *("tp2", "fsdp2", "pp2", "tp2-some", "tp2-pp2-fsdp2", "tp2-pp2-fsdp2-late", "tp2-async-late"),
-    *(
-        "tp2-fsdp2-compiled",
-        "replicate2-fsdp2-sharded",
-        "cp2-tp2",
-        "tp2-pp2-zero-bubble-some",
-        "one-selective",
-    ),
+    *("tp2", "fsdp2", "pp2", "tp2-some", "tp2-pp2-fsdp2", "tp2-pp2-fsdp2-late", "tp2-async-late", "cp2-tp2"),
+    *("tp2-fsdp2-compiled", "replicate2-fsdp2-sharded", "tp2-pp2-zero-bubble-some", "one-selective"),
 }
-ONE: dict[str, dict[str, Any]] = {
+OTHERS: dict[str, Case] = {
     "one": {},
-    "one-some": {"lora": SOME},
-    "one-tied-some": {"lora": SOME, "tied": True},
-    "one-late": {"lora": LATE},
+    "one-some": SOME,
+    "one-tied-some": {**SOME, "tied": True},
+    "one-late": LATE,
     "one-moments": {"optimizer": {"name": "adamw_bf16"}},
     "one-bf16": {"precision": "bf16"},
-    "bf16": {"precision": "bf16", "layout": FULL},
-    "sabotaged": {"layout": {"tensor": 2}, "sabotage": "norm gradients not summed", "steps": 1},
+    "bf16": {"precision": "bf16", "layout": FULL, "peer": "one-bf16"},
+    "sabotaged": {**TP2, "sabotage": "norm gradients not summed", "steps": 1},
 }
 
 
 @pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
-    out = tmp_path_factory.mktemp("lora")
-    wanted = selected_cases(request)
-    named = ONE | {name: case for name, (case, _) in CASES.items() if name in wanted}
-    usual = {"layout": {}, "tied": False, "steps": 3, "lora": ALL}
-    cases = [{"name": name, **usual, **case} for name, case in named.items()]
-    done = run_cases(cases, out, timeout_s=600)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return read_runs(out, cases)
+def runs(request: pytest.FixtureRequest) -> dict[str, Ran]:
+    return run_layouts(request, OTHERS | CASES, optional=CASES, steps=3, lora=ALL)
 
 
 @each_case(CASES, long=_LONG)
 def test_a_layout_trains_adapters_as_one_process(name: str, runs: dict[str, Ran]) -> None:
-    peer = CASES[name][1]
-    loss, norm = _differences(runs[name], runs[peer])
-    gradient, whose = _worst(runs[name], "gradients", _reference(runs, peer, "gradients"))
-    print(f"{name}: loss {loss:.1e}, norm {norm:.1e}, gradient {gradient:.1e} ({whose})")
-    assert loss <= LOSS_ABSOLUTE
-    assert norm <= NORM_RELATIVE
-    assert gradient <= GRADIENT_OF_LARGEST, whose
+    assert_trains_alike(runs, name)
 
 
 def test_only_adapters_are_trained(runs: dict[str, Ran]) -> None:
     (rank,) = runs["one"].ranks
     assert len(rank["gradients"]) == 4 * 7 * 2
     assert all(".lora_" in name for name, _, _ in rank["gradients"])
-    other = {name: values for name, _, values in runs["one-moments"].ranks[0]["weights"]}
+    other = runs["one-moments"].tensors("weights")
     for name, _, values in rank["weights"]:  # by two optimizers: equal are those that neither changed
         assert torch.equal(values, other[name]) != (".lora_" in name), name
 
 
 def test_bf16_trains_alike(runs: dict[str, Ran]) -> None:
-    loss, norm = _differences(runs["bf16"], runs["one-bf16"])
-    assert loss < 0.02
-    assert norm < 0.03
-    loss, _ = _differences(runs["one-bf16"], runs["one"])
-    assert 0 < loss < 0.05
+    assert_trains_alike(runs, "bf16", **BF16)
+    assert 0 < compare(runs, "one-bf16").loss < 0.05
 
 
 def test_a_lost_sum_over_tensor_ranks_is_seen(runs: dict[str, Ran]) -> None:
     """Of column-cut layers A, of row-cut ones B: each rank's gradient is of its own positions."""
-    reference = _reference(runs, "one", "gradients")
-    errors = {
-        name: float((ours - theirs).abs().max() / reference[name].abs().max())
-        for name, ours, theirs in runs["sabotaged"].whole("gradients", reference)
-    }
-    wrong = {name.split(".", 3)[3] for name, error in errors.items() if error > 100 * GRADIENT_OF_LARGEST}
+    found = errors(runs["sabotaged"], runs["one"])
+    wrong = {name.split(".", 3)[3] for name, error in found.items() if error > 100 * GRADIENT_OF_LARGEST}
     row = ("self_attn.o_proj", "mlp.down_proj")
     column = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
     assert wrong == {f"{n}.lora_B.weight" for n in row} | {f"{n}.lora_A.weight" for n in column}

@@ -2,90 +2,71 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
-from parity_ranks import ARCH, LENGTH, NoisyWeights, batch, counted
-from test_parity import (
+from parity import (
+    BF16,
+    FULL,
     GRADIENT_OF_LARGEST,
     LAYOUTS,
     LOSS_ABSOLUTE,
     NORM_RELATIVE,
+    RECOMPUTE,
+    Case,
     Ran,
-    _differences,
-    _reference,
-    _worst,
-    read_runs,
+    assert_trains_alike,
+    compare,
+    run_layouts,
 )
+from parity_ranks import ARCH, LENGTH, NoisyWeights, batch, counted
 
-from conftest import run_cases
 from seatrial.model.generate import load_whole
 
 pytestmark = [pytest.mark.cluster, pytest.mark.ci]
 
-FULL = LAYOUTS["tp2-pp2-fsdp2"]
-EXPERTS = {"family": "qwen3_moe", "tied": False}
-LORA = {"rank": 4, "alpha": 8.0, "targets": ["q_proj", "down_proj"]}
-# Name -> (the case, who must train alike).
-MASKED: dict[str, tuple[dict[str, Any], str]] = {
+EXPERTS = {"family": "qwen3_moe", "peer": "one-experts"}
+WITH_LORA = {"lora": {"rank": 4, "alpha": 8.0, "targets": ["q_proj", "down_proj"]}, "peer": "one-lora"}
+MASKED: dict[str, Case] = {
     **{
-        name: ({"layout": LAYOUTS[name]}, "one")
+        name: {"layout": LAYOUTS[name]}
         for name in ("tp2", "pp2", "fsdp2", "replicate2-fsdp2", "pp2-interleaved", "pp2-zero-bubble", "pp4")
     },
-    "one-microbatch": ({"layout": {}, "microbatch": 16}, "one"),
-    "replicate4": ({"layout": {"replicate": 4}}, "one"),
-    "tp2-pp2-fsdp2-sharded": ({"layout": FULL, "accumulate": "sharded", "tied": True}, "one-tied"),
-    "cp2-tp2": ({"layout": {"tensor": 2, "shard": 2, "context": 2}}, "one"),
-    "cp2-pp2-fsdp2": ({"layout": {"pipeline": 2, "shard": 4, "context": 2}}, "one"),
-    "tp2-async-recompute": (
-        {"layout": {"tensor": 2}, "async_tensor": True, "activation_checkpointing": "full"},
-        "one",
-    ),
-    "fsdp2-documents": ({"layout": {"shard": 2}, "documents": True}, "one-documents"),
-    "tp2-fsdp2-experts": ({"layout": LAYOUTS["tp2-fsdp2"], **EXPERTS}, "one-experts"),
-    "ep2-fsdp2-experts": ({"layout": {"shard": 4, "expert": 2}, **EXPERTS}, "one-experts"),
-    "pp2-fsdp2-lora": ({"layout": LAYOUTS["pp2-fsdp2"], "lora": LORA}, "one-lora"),
+    "one-microbatch": {"microbatch": 16},
+    "replicate4": {"layout": {"replicate": 4}},
+    "tp2-pp2-fsdp2-sharded": {"layout": FULL, "accumulate": "sharded", "tied": True, "peer": "one-tied"},
+    "cp2-tp2": {"layout": {"tensor": 2, "shard": 2, "context": 2}},
+    "cp2-pp2-fsdp2": {"layout": {"pipeline": 2, "shard": 4, "context": 2}},
+    "tp2-async-recompute": {"layout": {"tensor": 2}, "async_tensor": True, **RECOMPUTE},
+    "fsdp2-documents": {"layout": {"shard": 2}, "documents": True, "peer": "one-documents"},
+    "tp2-fsdp2-experts": {"layout": LAYOUTS["tp2-fsdp2"], **EXPERTS},
+    "ep2-fsdp2-experts": {"layout": {"shard": 4, "expert": 2}, **EXPERTS},
+    "pp2-fsdp2-lora": {"layout": LAYOUTS["pp2-fsdp2"], **WITH_LORA},
 }
-OTHERS: dict[str, dict[str, Any]] = {
+OTHERS: dict[str, Case] = {
     "one": {},
     "one-tied": {"tied": True},
     "one-documents": {"documents": True},
     "one-experts": EXPERTS,
-    "one-lora": {"lora": LORA},
+    "one-lora": WITH_LORA,
     "one-all": {"masked": False},
     "sabotage": {"layout": {"replicate": 4}, "sabotage": "targets of each rank alone", "steps": 1},
     "one-bf16": {"precision": "bf16"},
-    "full-bf16": {"layout": FULL, "precision": "bf16"},
+    "full-bf16": {"layout": FULL, "precision": "bf16", "peer": "one-bf16"},
     "one-nothing": {"nothing_in": 0},
     "full-nothing": {"layout": FULL, "nothing_in": 0},
 }
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
-    out = tmp_path_factory.mktemp("masked")
-    named = OTHERS | {name: case for name, (case, _) in MASKED.items()}
-    common = {"layout": {}, "tied": False, "steps": 2, "masked": True}
-    cases = [{**common, "name": name, **case} for name, case in named.items()]
-    done = run_cases(cases, out, timeout_s=600)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return read_runs(out, cases)
+def runs(request: pytest.FixtureRequest) -> dict[str, Ran]:
+    return run_layouts(request, OTHERS | MASKED, optional=MASKED, steps=2, masked=True)
 
 
 @pytest.mark.parametrize("name", MASKED)
 def test_it_trains_as_one_process(name: str, runs: dict[str, Ran]) -> None:
-    ran, peer = runs[name], MASKED[name][1]
-    loss, norm = _differences(ran, runs[peer])
-    gradient, whose = _worst(ran, "gradients", _reference(runs, peer, "gradients"))
-    print(f"{name}: loss {loss:.1e}, norm {norm:.1e}, gradient {gradient:.1e} ({whose})")
-    assert loss <= LOSS_ABSOLUTE
-    assert norm <= NORM_RELATIVE
-    assert gradient <= GRADIENT_OF_LARGEST, whose
-    first = ran.ranks[0]["history"]
-    assert all(history == first for history in ran.histories())
-    for rank in ran.ranks:
+    assert_trains_alike(runs, name)
+    for rank in runs[name].ranks:
         assert rank["tokens"] == [int(counted(step, {}).sum()) for step in range(2)]
 
 
@@ -113,16 +94,14 @@ def test_it_is_the_mean_over_the_targets_that_count(runs: dict[str, Ran]) -> Non
 
 
 def test_a_mean_of_means_is_seen(runs: dict[str, Ran]) -> None:
-    ran = runs["sabotage"]
-    gradient, _ = _worst(ran, "gradients", _reference(runs, "one", "gradients"))
-    assert abs(ran.ranks[0]["history"][0][0] - runs["one"].ranks[0]["history"][0][0]) > 100 * LOSS_ABSOLUTE
-    assert gradient > 100 * GRADIENT_OF_LARGEST
+    found = compare(runs, "sabotage")
+    assert found.loss > 100 * LOSS_ABSOLUTE
+    assert found.worst > 100 * GRADIENT_OF_LARGEST
+    runs["sabotage"].assert_ranks_agree()
 
 
 def test_bf16_is_the_same_training(runs: dict[str, Ran]) -> None:
-    loss, norm = _differences(runs["full-bf16"], runs["one-bf16"])
-    assert loss < 0.02
-    assert norm < 0.03
+    assert_trains_alike(runs, "full-bf16", **BF16)
 
 
 @pytest.mark.parametrize("name", ["one-nothing", "full-nothing"])
@@ -130,9 +109,7 @@ def test_a_step_without_targets_is_zero_and_training_goes_on(name: str, runs: di
     for rank in runs[name].ranks:
         assert rank["history"][0] == (0.0, 0.0)
         assert rank["tokens"][0] == 0
-        assert rank["history"][1] == pytest.approx(
-            runs["one-nothing"].ranks[0]["history"][1], rel=NORM_RELATIVE
-        )
+        assert rank["history"][1] == pytest.approx(runs["one-nothing"].history[1], rel=NORM_RELATIVE)
         assert rank["history"][1][0] > 1
         for _, _, gradient in rank["gradients"]:
             assert not gradient.any()

@@ -5,8 +5,8 @@ With gradients that are given, matrices and momenta have torch's bits; in traini
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,20 @@ import pytest
 import torch
 from dryrun_ranks import job_of
 from muon_ranks import SCALE, UPDATES, gradient
+from parity import (
+    FULL,
+    INTERLEAVED,
+    ZERO_BUBBLE,
+    Case,
+    Ran,
+    assert_same_bits,
+    assert_trains_alike,
+    run_layouts,
+)
 from parity_ranks import LR, NoisyWeights, arch_of, torchs_muon
 from recovery_runs import REPLICAS, Begin, Trial, assert_same, beginning, make_folder, one_node
-from test_dryrun import _peak
-from test_dryrun_carried import _same
-from test_parity import LAYOUTS, Ran, _differences, _reference, _worst, read_runs
+from test_dryrun import both, peak
+from test_dryrun_carried import assert_same_step
 from torch import nn
 
 from conftest import run_cases
@@ -38,11 +47,11 @@ GROUPS = [
     {"match": "model.layers.[12].*", "lr_factor": 0.6},
     {"match": "*embed_tokens*", "lr_factor": 1.7, "weight_decay": 0.0},
 ]
-FULL = {"tensor": 2, "pipeline": 2, "shard": 2}
-EXPERTS = {"family": "qwen3_moe"}
-UPDATED: dict[str, dict[str, Any]] = {
-    "one": {"layout": {}},
-    "one-bf16": {"layout": {}, "precision": "bf16"},
+GROUPED = {"optimizer": {**MUON, "groups": GROUPS}}
+EXPERTS = {"family": "qwen3_moe", "peer": "one-experts"}
+UPDATED: dict[str, Case] = {
+    "one": {},
+    "one-bf16": {"precision": "bf16"},
     "tp2": {"layout": {"tensor": 2}, "optimizer": ORIGINAL},
     "fsdp2": {"layout": {"shard": 2}},
     "fsdp3": {"layout": {"shard": 3}},  # parts of unequal size
@@ -51,49 +60,42 @@ UPDATED: dict[str, dict[str, Any]] = {
     "replicate2": {"layout": {"replicate": 2}},
     "replicate2-fsdp2": {"layout": {"replicate": 2, "shard": 2}, "optimizer": ORIGINAL},
     "replicate2-tp2": {"layout": {"replicate": 2, "tensor": 2}},
-    "tp2-pp2-fsdp2-tied": {"layout": FULL, "tied": True, "optimizer": {**MUON, "groups": GROUPS}},
-    "interleaved": {"layout": {**LAYOUTS["pp2-interleaved"], "shard": 2}},
-    "one-experts": {"layout": {}, **EXPERTS},
+    "tp2-pp2-fsdp2-tied": {"layout": FULL, "tied": True, **GROUPED},
+    "interleaved": {"layout": {**INTERLEAVED, "shard": 2}},
+    "one-experts": EXPERTS,
     "tp2-experts": {"layout": {"tensor": 2}, **EXPERTS, "optimizer": ORIGINAL},
     "fsdp3-experts": {"layout": {"shard": 3}, **EXPERTS},
     "replicate2-tp2-experts": {"layout": {"replicate": 2, "tensor": 2}, **EXPERTS},
     "tp2-pp2-fsdp2-experts": {"layout": FULL, **EXPERTS},
-    "ep2-tp2-fsdp2-experts": {
-        "layout": {"tensor": 2, "shard": 4, "expert": 2},
-        **EXPERTS,
-        "optimizer": {**MUON, "groups": GROUPS},
-    },
+    "ep2-tp2-fsdp2-experts": {"layout": {"tensor": 2, "shard": 4, "expert": 2}, **EXPERTS, **GROUPED},
     "ep4-replicate2-experts": {"layout": {"replicate": 2, "shard": 4, "expert": 4}, **EXPERTS},
 }
-STEPS = 4
-TRAINED: dict[str, dict[str, Any]] = {
+TRAINED: dict[str, Case] = {
     "tp2": {"layout": {"tensor": 2}},
     "fsdp2-sharded": {"layout": {"shard": 2}, "accumulate": "sharded"},
     "cp2-fsdp2": {"layout": {"shard": 4, "context": 2}},
     "replicate2-fsdp2": {"layout": {"replicate": 2, "shard": 2}},
     "tp2-pp2-fsdp2": {"layout": FULL},
-    "pp2-zero-bubble": {"layout": LAYOUTS["pp2-zero-bubble"]},
+    "pp2-zero-bubble": {"layout": ZERO_BUBBLE},
     "tp2-pp2-fsdp2-experts": {"layout": FULL, **EXPERTS},
     "ep2-fsdp2-experts": {"layout": {"shard": 4, "expert": 2}, **EXPERTS},
 }
-
-
-def _case(name: str, case: dict[str, Any]) -> dict[str, Any]:
-    return {"name": name, "tied": False, "optimizer": MUON, **case}
+OTHERS: dict[str, Case] = {
+    "one": {"oracle": True},
+    "one-experts": {"oracle": True, **EXPERTS},
+    "tp2-pp2-fsdp2-again": TRAINED["tp2-pp2-fsdp2"],
+}
+_run = partial(run_layouts, script="muon_ranks.py", timeout_s=400, optimizer=MUON)
 
 
 @pytest.fixture(scope="module")
-def updated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
-    out = tmp_path_factory.mktemp("updated")
-    cases = [_case(name, case) for name, case in UPDATED.items()]
-    done = run_cases(cases, out, timeout_s=400, script="muon_ranks.py")
-    assert done.returncode == 0, done.stderr[-4000:]
-    return read_runs(out, cases)
+def updated(request: pytest.FixtureRequest) -> dict[str, Ran]:
+    return _run(request, UPDATED)
 
 
 @pytest.mark.parametrize("name", UPDATED)
 def test_an_update_has_the_bits_of_torchs(name: str, updated: dict[str, Ran]) -> None:
-    case = _case(name, UPDATED[name])
+    case = updated[name].case
     arch, source = arch_of(case), NoisyWeights(arch_of(case), seed=1)
     shapes = whole_shapes(arch)
     whole = {n: nn.Parameter(source.read(n, Box.whole(s), torch.float32)) for n, s in shapes.items()}
@@ -119,40 +121,22 @@ def test_an_update_has_the_bits_of_torchs(name: str, updated: dict[str, Ran]) ->
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
-    out = tmp_path_factory.mktemp("trained")
-    ones = {
-        name: {"layout": {}, "oracle": True, **more} for name, more in (("one", {}), ("one-experts", EXPERTS))
-    }
-    again = {"tp2-pp2-fsdp2-again": TRAINED["tp2-pp2-fsdp2"]}
-    cases = [_case(name, {"steps": STEPS, **case}) for name, case in (ones | TRAINED | again).items()]
-    done = run_cases(cases, out, timeout_s=400, script="muon_ranks.py")
-    assert done.returncode == 0, done.stderr[-4000:]
-    return read_runs(out, cases)
+def trained(request: pytest.FixtureRequest) -> dict[str, Ran]:
+    return _run(request, OTHERS | TRAINED, steps=4)
 
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_layout_trains_as_torch_in_one_process(name: str, trained: dict[str, Ran]) -> None:
-    peer = "one-experts" if name.endswith("experts") else "one"
-    loss, norm = _differences(trained[name], trained[peer])
-    weight, whose = _worst(trained[name], "weights", _reference(trained, peer, "weights"))
-    print(f"{name}: loss {loss:.1e}, norm {norm:.1e}, weight {weight:.1e} ({whose})")  # pytest -rP shows it
     # Sums in another order, rounded to bf16 before and after each product of the iteration; with experts a position may also be
     # sent to another one.
-    times = 20 if peer == "one-experts" else 1
-    assert loss < 2e-4 * times
-    assert norm < 5e-4 * times
-    assert weight < 3e-3 * times, whose
-    first = trained[name].ranks[0]["history"]
-    assert all(history == first for history in trained[name].histories())
+    times = 20 if name.endswith("experts") else 1
+    assert_trains_alike(
+        trained, name, loss=2e-4 * times, norm=5e-4 * times, worst=3e-3 * times, what="weights"
+    )
 
 
 def test_two_runs_are_equal_to_the_last_bit(trained: dict[str, Ran]) -> None:
-    pairs = zip(trained["tp2-pp2-fsdp2"].ranks, trained["tp2-pp2-fsdp2-again"].ranks, strict=True)
-    for a, b in pairs:
-        assert a["history"] == b["history"]
-        for (name, _, ours), (_, _, theirs) in zip(a["weights"], b["weights"], strict=True):
-            assert torch.equal(ours, theirs), name
+    assert_same_bits(trained["tp2-pp2-fsdp2-again"], trained["tp2-pp2-fsdp2"], "weights")
 
 
 # -- the dry run
@@ -168,26 +152,22 @@ TRACED: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("traced")
-    cases = [_case(name, {"layers": 4, "only_dry": False, **case}) for name, case in TRACED.items()]
+    usual = {"tied": False, "optimizer": MUON, "layers": 4, "only_dry": False}
+    cases = [{"name": name, **usual, **case} for name, case in TRACED.items()]
     done = run_cases(cases, out, timeout_s=400, script="dryrun_ranks.py")
     assert done.returncode == 0, done.stderr[-4000:]
     return out
 
 
-def _traces(out: Path, name: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    for rank, dry in enumerate(json.loads((out / f"{name}.dry.json").read_text())["traces"]):
-        yield torch.load(out / f"{name}.{rank}.pt", weights_only=True), dry
-
-
 @pytest.mark.parametrize("name", TRACED)
 def test_the_dry_run_is_the_real_step(name: str, traced: Path) -> None:
-    for real, dry in _traces(traced, name):
+    for real, dry in both(traced, name):
         assert dry["bytes"] == real["bytes"]
         assert dry["bytes"]["optimizer"] == real["state"] + real["scalars"]
         assert dry["collectives"] == real["collectives"]
         assert dry["flops"] == real["flops"]
         assert sum(n for phase, kind, n in dry["flops"] if (phase, kind) == ("update", "matmul")) > 0
-        assert _peak(dry) <= _peak(real) <= 1.05 * _peak(dry)
+        assert peak(dry) <= peak(real) <= 1.05 * peak(dry)
 
 
 def test_a_step_carried_over_is_the_whole_step() -> None:
@@ -197,7 +177,7 @@ def test_a_step_carried_over_is_the_whole_step() -> None:
     few, whole = (dry_run(job, processes=2, whole=whole, timeout_s=300) for whole in (False, True))
     for a, b in zip(few.ranks, whole.ranks, strict=True):
         assert len(a.traced) == 4
-        _same(a, b)
+        assert_same_step(a, b)
     (exchanged,) = [t for t in few.ranks[0].traffic if t.kind == "all-to-all"]
     assert exchanged.calls == 2 * -(-13 * 7 // 2)
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from importlib.resources import files
-from pathlib import Path
 
 import pytest
 
+from presets import preset_job
 from seatrial.hardware.catalogue import find_gpu
 from seatrial.hardware.networks import find_network
 from seatrial.job.job import Job
-from seatrial.job.loading import load_job
 from seatrial.plan.cost.collectives import Fabric
 from seatrial.plan.cost.dryrun import RankStep, dry_run
 from seatrial.plan.cost.memory import rank_memory
@@ -127,8 +125,7 @@ _LONG = (
     "name", [pytest.param(n, marks=pytest.mark.long if n in _LONG else ()) for n in LAYOUTS]
 )
 def test_memory_and_traffic(name: str) -> None:
-    preset = Path(str(files("seatrial.job") / "presets" / "qwen2.5-7b-h200.toml"))
-    job = load_job(preset, (*COMMON, *LAYOUTS[name]))
+    job = preset_job("qwen2.5-7b-h200", *COMMON, *LAYOUTS[name])
     gpu = find_gpu("H200 SXM")
     assert gpu is not None
     model, recipe, ours = job.architecture, Recipe.of(job), stacks()["seatrial"]

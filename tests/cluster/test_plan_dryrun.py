@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
-from pathlib import Path
-
 import pytest
 
-from seatrial.job.loading import load_job
+from presets import preset_job
 from seatrial.plan.cost.memory import representative_ranks
 from seatrial.plan.model.hardware import hardware_of
 from seatrial.plan.model.recipe import Recipe
@@ -19,21 +16,18 @@ pytestmark = pytest.mark.cluster
 @pytest.mark.long  # two stages a rank: test_plan_agrees
 def test_four_stages_a_rank() -> None:
     """Weights are gathered seven times and more in a step, not once: most of the layout's data-parallel traffic."""
-    preset = Path(str(files("seatrial.job") / "presets" / "qwen2.5-7b-h200.toml"))
-    job = load_job(
-        preset,
-        (
-            "model.preset=qwen2.5-0.5b",
-            "cluster.gpus_per_node=4",
-            "train.compile=false",
-            "train.sequence_length=512",
-            "train.microbatch=1",
-            "train.global_batch=32",
-            "train.activation_checkpointing=none",
-            "parallel.pipeline=2",
-            "parallel.schedule=interleaved-1f1b",
-            "parallel.stages_per_rank=4",
-        ),
+    job = preset_job(
+        "qwen2.5-7b-h200",
+        "model.preset=qwen2.5-0.5b",
+        "cluster.gpus_per_node=4",
+        "train.compile=false",
+        "train.sequence_length=512",
+        "train.microbatch=1",
+        "train.global_batch=32",
+        "train.activation_checkpointing=none",
+        "parallel.pipeline=2",
+        "parallel.schedule=interleaved-1f1b",
+        "parallel.stages_per_rank=4",
     )
     recipe = Recipe.of(job)
     assert job_with(job, recipe).layout == job.layout

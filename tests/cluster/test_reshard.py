@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from reshard_ranks import arch_of
+from parity_ranks import arch_of
 from torch import Tensor
 
 from conftest import run_cases
@@ -128,7 +128,8 @@ def moved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         for item in request.session.items
         if getattr(item, "originalname", "") == test_training_continues_unchanged_after_a_reshard.__name__
     }
-    return Moved(tmp_path_factory.mktemp("reshard"), request.param, continued)
+    model = {"kv_heads": 4, **request.param}  # enough for four ranks of tensor parallel
+    return Moved(tmp_path_factory.mktemp("reshard"), model, continued)
 
 
 def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import parity
 import pytest
 import torch
 import torch.nn.functional as F
@@ -29,17 +30,19 @@ from seatrial.record.stages import STAGES, VALIDATION, read_generation
 
 pytestmark = [pytest.mark.cluster, pytest.mark.ci]
 
-FULL = {"tensor": 2, "pipeline": 2, "shard": 2}
+SHARED = (
+    "tp2",
+    "pp2",
+    "fsdp2",
+    "tp2-pp2-fsdp2",
+    "pp2-interleaved",
+    "pp2-zero-bubble",
+    "replicate2-fsdp2",
+    "pp4",
+)
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "tp2": {"tensor": 2},
-    "pp2": {"pipeline": 2},
-    "fsdp2": {"shard": 2},
+    **{name: parity.LAYOUTS[name] for name in SHARED},
     "replicate2": {"replicate": 2},
-    "tp2-pp2-fsdp2": FULL,
-    "pp2-interleaved": {"pipeline": 2, "stages_per_rank": 2, "schedule": "interleaved-1f1b"},
-    "pp2-zero-bubble": {"pipeline": 2, "stages_per_rank": 2, "schedule": "zero-bubble"},
-    "replicate2-fsdp2": {"replicate": 2, "shard": 2},
-    "pp4": {"pipeline": 4},
     "pp2-gpipe-fsdp2": {"pipeline": 2, "schedule": "gpipe", "shard": 2},
     "tp2-cp2": {"tensor": 2, "shard": 2, "context": 2},
 }
@@ -67,11 +70,11 @@ def out(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     cases = [
         {"name": "one", "layout": {}, **common},
         {"name": "one-documents", "layout": {}, "documents": True, **common},
-        {"name": "full-documents", "layout": FULL, "documents": True, **common},
+        {"name": "full-documents", "layout": parity.FULL, "documents": True, **common},
         {"name": "one-experts", "layout": {}, "family": "qwen3_moe", **common},
         {"name": "ep2-experts", "layout": {"shard": 4, "expert": 2}, "family": "qwen3_moe", **common},
         {"name": "one-masked", "layout": {}, **masked},
-        {"name": "full-masked", "layout": FULL, **masked},
+        {"name": "full-masked", "layout": parity.FULL, **masked},
         {"name": "cp2-masked", "layout": LAYOUTS["tp2-cp2"], **masked},
         *({"name": n, "layout": at, **common} for n, at in LAYOUTS.items() if n not in LONG or n in wanted),
         *(

@@ -8,7 +8,6 @@ A case is {"name", "layout", "tied", "root", "stores": [training, validation], "
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import parity_ranks
@@ -17,9 +16,7 @@ from parity_ranks import LENGTH, SEQUENCES, NoisyWeights
 
 from seatrial.data.loader import BatchLoader
 from seatrial.data.store import TokenStore
-from seatrial.job import job_from_text, preset_text
 from seatrial.parallel.mesh import Mesh
-from seatrial.record.folder import RunFolder
 from seatrial.train.loop import Loop
 from seatrial.train.optimizer import build_optimizer
 from seatrial.train.records import into_file
@@ -42,24 +39,12 @@ def loader(folder: str, case: dict[str, Any], **more: Any) -> BatchLoader:
 
 
 def work(case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
-    layout, root = mesh.layout, Path(case["root"])
-    job = job_from_text(
-        preset_text("first-voyage"),
-        name=case["name"],
-        base_folder=root,
-        overrides=[
-            *("cluster.nodes=1", f"cluster.gpus_per_node={layout.world_size}"),
-            *(f"parallel.{n}={getattr(layout, n)}" for n in ("tensor", "pipeline", "context", "replicate")),
-            f"parallel.shard={layout.sample_shards}",
-            *(f"train.steps={STEPS}", f"train.global_batch={SEQUENCES}", "train.microbatch=2"),
-            *(f"train.sequence_length={LENGTH}", "checkpoint.every_steps=1000", "optimizer.warmup_steps=1"),
-            *(f"data.validation={case['stores'][1]}", f"train.validate_every_steps={EVERY}"),
-        ],
+    job, folder = parity_ranks.job_and_folder(
+        case,
+        mesh,
+        *(f"train.steps={STEPS}", "optimizer.warmup_steps=1"),
+        *(f"data.validation={case['stores'][1]}", f"train.validate_every_steps={EVERY}"),
     )
-    folder = RunFolder(root / case["name"])
-    for path in (folder.checkpoints, folder.control):
-        path.mkdir(parents=True, exist_ok=True)
-    folder.generation_file.write_text("1")
     torch.manual_seed(7 + mesh.rank)
     model = parity_ranks.build(case, mesh, NoisyWeights(parity_ranks.arch_of(case), seed=1))
     optimizer = build_optimizer(model.shards, job.optimizer)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from saving import unfenced
+from saving import new_manifest, unfenced
 from seatrial.base.box import Box, chunk
 from seatrial.checkpoint import hashing, memory, part
 from seatrial.checkpoint.commit import Fence
@@ -61,8 +61,7 @@ def rows(tensors: Mapping[str, Tensor], rank: int, ranks: int) -> list[Piece]:
 
 
 def make_manifest(step: int, generation: int = 3) -> Manifest:
-    progress = Progress(step, step * 10, step, generation)
-    return Manifest(progress, 1.0, 1, {}, {}, "", "", False, [], {})
+    return new_manifest(Progress(step, step * 10, step, generation))
 
 
 def add(

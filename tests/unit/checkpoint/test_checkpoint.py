@@ -11,15 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import make_manifest
 
 import saving
 from seatrial.base.box import Box, chunk
 from seatrial.checkpoint.local_place import LocalPlace, set_aside
 from seatrial.checkpoint.manifest import (
     Damaged,
-    Manifest,
     OtherVersion,
-    Progress,
     _hash,
     complete,
     leftovers,
@@ -31,21 +30,6 @@ from seatrial.checkpoint.verified import verify
 from seatrial.checkpoint.write import PeerSaveFailed, Piece, SaveFailed
 
 WHOLE = torch.arange(70, dtype=torch.float32).reshape(10, 7)
-
-
-def manifest(step: int) -> Manifest:
-    return Manifest(
-        progress=Progress(step=step, tokens=step * 10, next_sample=step, generation=3),
-        time=1.0,
-        seed=1,
-        architecture={},
-        layout={},
-        job_sha256="",
-        code="",
-        read_back=False,
-        files=[],
-        tensors={},
-    )
 
 
 def save(folder: Path, step: int = 5, *, ranks: int = 3) -> Path:
@@ -68,7 +52,7 @@ def save(folder: Path, step: int = 5, *, ranks: int = 3) -> Path:
         piece = Piece("model/w", WHOLE[box.slices()], box, (10, 7))
         try:
             results[rank] = saving.save(
-                folder, manifest(step), [piece] if size else [], rank=rank, world_size=ranks, agree=agree
+                folder, make_manifest(step), [piece] if size else [], rank=rank, world_size=ranks, agree=agree
             )
         except SaveFailed as error:
             results[rank] = error

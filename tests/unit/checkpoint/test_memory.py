@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from saving import save
+from saving import new_manifest, save
 from seatrial.base import process
 from seatrial.base.box import Box
 from seatrial.checkpoint import memory
@@ -187,7 +187,7 @@ def test_invalid_headers(fd: int) -> None:
 
 
 def manifest(step: int = 5, generation: int = 1) -> Manifest:
-    return Manifest(Progress(step, 10, 2, generation), 1.0, 1, {}, {}, "", "", False, [], {})
+    return new_manifest(Progress(step, 10, 2, generation))
 
 
 @pytest.fixture

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
+from presets import preset_job
 from seatrial.base.errors import InputError
 from seatrial.control.agent import spec
 from seatrial.control.agent.ports import check_port, free_port, is_free
 from seatrial.control.agent.spec import parse_agent_arguments
 from seatrial.hardware.topology import Gpu
-from seatrial.job import Job, job_from_text, preset_text
+from seatrial.job import Job
 from seatrial.launch import LocalLauncher, Outcome, launcher_for, local, session
 from seatrial.launch.netns import Hosts
 from seatrial.launch.session import Session
@@ -27,12 +28,7 @@ from seatrial.storage import StorageError
 
 def job(*overrides: str, port: int | None = 20500) -> Job:
     ports = [] if port is None else [f"cluster.port={port}"]
-    return job_from_text(
-        preset_text("first-voyage"),
-        name="job.toml",
-        base_folder=Path("/jobs"),
-        overrides=["cluster.spares=1", "cluster.device=cpu", *ports, *overrides],
-    )
+    return preset_job("first-voyage", "cluster.spares=1", "cluster.device=cpu", *ports, *overrides)
 
 
 def test_launchers() -> None:
@@ -161,7 +157,7 @@ class Ended:
 def test_the_end_is_recorded_in_the_last_generation(
     tmp_path: Path, code: int, kind: str, data: object, state: str
 ) -> None:
-    full = job_from_text(preset_text("first-voyage"), name="job.toml", base_folder=tmp_path)
+    full = preset_job("first-voyage", folder=tmp_path)
     with open_run(full, tmp_path) as opened:
         ready = Session(full, opened, stores=[], device="cpu", device_reason="")  # type: ignore[arg-type]
         assert ready.run(launcher=Ended(Outcome(code))) == Outcome(code)  # type: ignore[arg-type]

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from presets import preset_job
 from seatrial.control.agent.environment import assignments
 from seatrial.control.agent.spec import AgentSpec, clean_environment, parse_agent_arguments
-from seatrial.job import Job, job_from_text, preset_text
 
-
-def job(*overrides: str) -> Job:
-    text = preset_text("first-voyage")
-    return job_from_text(text, name="job.toml", base_folder=Path("/jobs"), overrides=overrides)
+job = partial(preset_job, "first-voyage")
 
 
 def spec(**changes: object) -> AgentSpec:

@@ -18,13 +18,14 @@ from typing import Any
 import pytest
 from wired import Pump
 
+from presets import preset_job
 from seatrial.control.agent.external import Child
 from seatrial.control.agent.spec import AgentSpec
 from seatrial.control.telemetry import node_sampler
 from seatrial.control.telemetry import telemetry as telemetry_module
 from seatrial.control.telemetry.targets import metrics_port, write_targets
 from seatrial.control.telemetry.telemetry import Telemetry
-from seatrial.job import Job, job_from_text, preset_text
+from seatrial.job import Job
 from seatrial.record import messages as msg
 from seatrial.record.exposition import exposition
 from seatrial.record.folder import RunFolder
@@ -36,10 +37,7 @@ POWER = series("gpu_power_watts", gpu=0)
 
 
 def job_of(folder: Path, *overrides: str) -> Job:
-    everything = ("watch.telemetry_every_s=1", *overrides)
-    return job_from_text(
-        preset_text("first-voyage"), name="job.toml", base_folder=folder, overrides=everything
-    )
+    return preset_job("first-voyage", "watch.telemetry_every_s=1", *overrides, folder=folder)
 
 
 @dataclass

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from functools import partial
 
+from presets import preset_job
 from seatrial.drill.copies import Cadence, Plan, copy_of
-from seatrial.job import Job, job_from_text, preset_text
+from seatrial.job import Job
 from seatrial.job.changed import Copy
 
 STORE = "/nowhere/store"
 
 
-def job(*overrides: str) -> Job:
-    return job_from_text(
-        preset_text("first-voyage"), name="job.toml", base_folder=Path("/nowhere"), overrides=overrides
-    )
+job = partial(preset_job, "first-voyage")
 
 
 def copy(of: Job, *, steps: int = 16, seconds: float = 0.0, replicas: bool = False, spares: int = 0) -> Copy:

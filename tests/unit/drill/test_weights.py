@@ -11,7 +11,7 @@ import torch
 
 import saving
 from seatrial.base.box import Box, chunk
-from seatrial.checkpoint.manifest import Damaged, Manifest, Progress
+from seatrial.checkpoint.manifest import Damaged, Progress
 from seatrial.checkpoint.write import Piece
 from seatrial.drill.weights import compare
 
@@ -33,18 +33,7 @@ def save(folder: Path, values: torch.Tensor = WHOLE, *, ranks: int = 2, random_s
             barrier.wait(10)
             return 0 if ok else 1
 
-        manifest = Manifest(
-            progress=Progress(step=5, tokens=50, next_sample=5, generation=1),
-            time=1.0,
-            seed=1,
-            architecture={},
-            layout={"shard": ranks},
-            job_sha256="",
-            code="",
-            read_back=False,
-            files=[],
-            tensors={},
-        )
+        manifest = saving.new_manifest(Progress(5, 50, 5, 1), layout={"shard": ranks})
         pieces = [
             Piece("model/a", values[box.slices()], box, (10, 7)),
             Piece(f"rng/cpu/{rank}", state, Box.whole((8,)), (8,)),

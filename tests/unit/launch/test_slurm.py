@@ -6,26 +6,20 @@ import json
 import os
 import shlex
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from presets import preset_job
 from seatrial.base.errors import InputError
-from seatrial.job import Job, job_from_text, preset_text
 from seatrial.launch.allocation import Allocation
 from seatrial.launch.base import Identity
 from seatrial.launch.slurm import SCRIPT, SlurmLauncher, salloc_command
 from seatrial.launch.slurm_step import SlurmStepLauncher
 from seatrial.record.folder import RunFolder
 
-
-def job(*overrides: str) -> Job:
-    return job_from_text(
-        preset_text("first-voyage"),
-        name="job.toml",
-        base_folder=Path("/jobs"),
-        overrides=["cluster.launcher=slurm", *overrides],
-    )
+job = partial(preset_job, "first-voyage", "cluster.launcher=slurm")
 
 
 def script(folder: Path, *overrides: str) -> str:

@@ -11,11 +11,10 @@ import pytest
 import torch
 from model_cases import ARCHITECTURES, random_tensors, same_bytes
 
-from saving import save
+from saving import new_manifest, save_whole
 from seatrial.base.box import Box
 from seatrial.base.errors import InputError, RunFailed
-from seatrial.checkpoint.manifest import Manifest, Progress
-from seatrial.checkpoint.write import Piece
+from seatrial.checkpoint.manifest import Progress
 from seatrial.cli import export
 from seatrial.model.hf import HuggingFaceWeights
 
@@ -23,22 +22,9 @@ ARCH = ARCHITECTURES["qwen2-gqa2-tied"]
 
 
 def _add_checkpoint(run: Path, step: int) -> Path:
-    manifest = Manifest(
-        progress=Progress(step=step, tokens=step, next_sample=step, generation=1),
-        time=0.0,
-        seed=1,
-        architecture=ARCH.as_dict(),
-        layout={},
-        job_sha256="",
-        code="",
-        read_back=False,
-        files=[],
-        tensors={},
-    )
-    tensors = random_tensors(ARCH, seed=step)
-    pieces = [Piece(f"model/{name}", t, Box.whole(t.shape), tuple(t.shape)) for name, t in tensors.items()]
-    (run / "checkpoints").mkdir(exist_ok=True)
-    return save(run / "checkpoints", manifest, pieces, rank=0, world_size=1, agree=lambda ok: not ok)
+    manifest = new_manifest(Progress(step, step, step, 1), architecture=ARCH.as_dict())
+    tensors = {f"model/{name}": t for name, t in random_tensors(ARCH, seed=step).items()}
+    return save_whole(run / "checkpoints", manifest, tensors)
 
 
 @pytest.fixture

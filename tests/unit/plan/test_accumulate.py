@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib.resources import files
 from pathlib import Path
 
 import pytest
 
+from presets import preset_job
 from seatrial.hardware.catalogue import find_gpu
 from seatrial.hardware.networks import find_network
-from seatrial.job.job import Job
 from seatrial.job.layout import Layout
-from seatrial.job.loading import load_job
 from seatrial.job.models import model_presets
 from seatrial.launch.preflight import _accumulate
 from seatrial.plan.cost.accumulate import accumulate_options, adapted, chosen
@@ -33,10 +31,6 @@ SHARDED = replace(RECIPE, accumulate="sharded")
 
 def needs(recipe: Recipe) -> float:
     return memory(MODEL, recipe, stack_for(recipe)).reserved
-
-
-def preset(name: str, *overrides: str) -> Job:
-    return load_job(Path(str(files("seatrial.job") / "presets" / f"{name}.toml")), overrides)
 
 
 def test_sharded_gradients_are_one_shard_of_whole_ones() -> None:
@@ -92,11 +86,11 @@ def test_auto_with_nothing_to_choose() -> None:
 
 
 def test_other_stacks_have_no_accumulate_setting() -> None:
-    job = preset("qwen2.5-7b-h200", "train.accumulate=sharded")
+    job = preset_job("qwen2.5-7b-h200", "train.accumulate=sharded")
     assert Recipe.of(job).accumulate == "sharded"
     assert adapted(job, Recipe.of(job), None).accumulate == "sharded"
     assert adapted(job, Recipe.of(job), None, "nemo").accumulate == "whole"
-    assert [r.accumulate for r in accumulate_options(preset("qwen2.5-7b-h200"), RECIPE)] == [
+    assert [r.accumulate for r in accumulate_options(preset_job("qwen2.5-7b-h200"), RECIPE)] == [
         "whole",
         "sharded",
     ]
@@ -104,7 +98,7 @@ def test_other_stacks_have_no_accumulate_setting() -> None:
 
 
 def test_search_shards_gradients_if_whole_ones_do_not_fit() -> None:
-    job = preset("qwen2.5-7b-h200", "cluster.gpu=H100 SXM")
+    job = preset_job("qwen2.5-7b-h200", "cluster.gpu=H100 SXM")
     gpu = find_gpu("H100 SXM")
     assert gpu is not None
     found = search(job, Cluster(gpu, 1, 8), own=False, microbatches=(1,))
@@ -113,14 +107,14 @@ def test_search_shards_gradients_if_whole_ones_do_not_fit() -> None:
     for c in found.sure:
         if c.recipe.accumulate == "sharded" and c.recipe.microbatches > 1:
             assert not judge(needs(replace(c.recipe, accumulate="whole")), c.prediction.available).sure
-    bound = preset("qwen2.5-7b-h200", "cluster.gpu=H100 SXM", "train.accumulate=whole")
+    bound = preset_job("qwen2.5-7b-h200", "cluster.gpu=H100 SXM", "train.accumulate=whole")
     fixed = search(bound, Cluster(gpu, 1, 8), own=False, microbatches=(1,))
     assert {c.recipe.accumulate for c in fixed.choices} == {"whole"}
     assert fixed.too_large > found.too_large
 
 
 def test_a_resume_keeps_its_accumulation_while_that_fits(tmp_path: Path) -> None:
-    job = preset("qwen2.5-7b-h200")
+    job = preset_job("qwen2.5-7b-h200")
     folder = RunFolder(tmp_path / job.name)
     folder.path.mkdir()
     recipe = Recipe.of(job)

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
+from presets import preset_job
 from seatrial.hardware.host_memory import HostMemory
-from seatrial.job import Job, job_from_text, preset_text
+from seatrial.job import Job
 from seatrial.plan.cost.host import Account, Device, host_need, in_words, would_fit
 
 GIB = 1024**3
-
-
-def job(preset: str = "qwen2.5-72b-b300", *overrides: str) -> Job:
-    return job_from_text(preset_text(preset), name="job.toml", base_folder=Path("/jobs"), overrides=overrides)
 
 
 def account(of: Job, gib: float | None, device: Device = "cpu", gpu_gib: float | None = None) -> Account:
@@ -27,7 +23,7 @@ def account(of: Job, gib: float | None, device: Device = "cpu", gpu_gib: float |
 
 def small(*overrides: str) -> Job:
     """126 million parameters on two virtual nodes of two CPU ranks, as two replicas of two shards."""
-    return job(
+    return preset_job(
         "first-voyage",
         "model.hidden_size=1024",
         "model.head_dim=256",
@@ -44,7 +40,7 @@ def small(*overrides: str) -> Job:
 
 def test_the_bytes_of_a_node_by_hand() -> None:
     """72B on two nodes of eight: for half of the parameters each, 60 bytes for copies and 12 on the way to the disk."""
-    of = job("qwen2.5-72b-b300", "cluster.nodes=2", "parallel.shard=1")
+    of = preset_job("qwen2.5-72b-b300", "cluster.nodes=2", "parallel.shard=1")
     need = host_need(of, "cuda")
     held = of.architecture.parameters() / 2
     assert need.copies(2) == pytest.approx(60 * held, rel=0.01)
@@ -57,8 +53,8 @@ def test_the_bytes_of_a_node_by_hand() -> None:
 
 def test_frozen_weights_have_no_state() -> None:
     """With LoRA 20 bytes for copies of a frozen weight and 4 on the way to the disk."""
-    whole = job("qwen2.5-72b-b300", "cluster.nodes=2", "parallel.shard=1")
-    of = job("qwen2.5-72b-b300", "cluster.nodes=2", "parallel.shard=1", "model.lora={rank=1, alpha=2}")
+    whole = preset_job("qwen2.5-72b-b300", "cluster.nodes=2", "parallel.shard=1")
+    of = preset_job("qwen2.5-72b-b300", "cluster.nodes=2", "parallel.shard=1", "model.lora={rank=1, alpha=2}")
     need, arch = host_need(of, "cuda"), of.architecture
     assert arch.trained_parameters() == arch.parameters() - whole.architecture.parameters() > 0
     assert need.copies(2) == pytest.approx(20 * arch.parameters() / 2, rel=0.01)
@@ -77,7 +73,7 @@ def test_a_virtual_cluster_is_all_on_one_host() -> None:
 
 
 def test_a_single_node_has_no_copies_on_another() -> None:
-    need = host_need(job("llama3-8b-h100"), "cuda")
+    need = host_need(preset_job("llama3-8b-h100"), "cuda")
     assert need.copies(2) == need.copies(1) > 0
 
 
@@ -126,7 +122,7 @@ def test_suggested_changes_fit() -> None:
         would_fit(account(small(), 3)) == "of the built-in models qwen2.5-tiny is the largest that would fit"
     )
     assert would_fit(account(of, 0.1)) == ""
-    gpu = job("llama3-8b-h100", "train.microbatch=2")
+    gpu = preset_job("llama3-8b-h100", "train.microbatch=2")
     assert would_fit(account(gpu, None, "cuda", 70)) == 'train.accumulate = "sharded" would fit'
     assert would_fit(account(gpu, None, "cuda", 55)) == "train.microbatch = 1 would fit"
 
@@ -135,7 +131,7 @@ def test_account_as_text_and_json() -> None:
     text = dict(in_words(account(small(), 100)))
     assert text["copies"].startswith("of the state in memory: on each rank's own node and the next")
     assert "CPU ranks" in text["host memory"]
-    gpu = account(job("llama3-8b-h100"), None, "cuda")
+    gpu = account(preset_job("llama3-8b-h100"), None, "cuda")
     assert "unknown" in dict(in_words(gpu))["GPU memory"]
     document = json.loads(json.dumps(gpu.document()))
     assert (document["host_room_bytes"], document["gpu_room_bytes"], document["snapshot_copies"]) == (

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from importlib.resources import files
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import Case, cases
 
-from seatrial.job.loading import load_job
+from presets import preset_job
 from seatrial.plan.cost.memory import memory
 from seatrial.plan.cost.memory_fit import SURE, Errors, Tail, errors_from, judge, shipped_errors
 from seatrial.plan.cost.predict import capacity, predict, stack_for
@@ -34,10 +32,6 @@ SHARDED = ("parallel.tensor=1", "parallel.async_tensor=false", "train.activation
 
 def errors(*tails: tuple[int, list[float]]) -> Errors:
     return Errors(tuple(Tail(f"source {i}", n, tuple(rs)) for i, (n, rs) in enumerate(tails)))
-
-
-def preset(name: str) -> Path:
-    return Path(str(files("seatrial.job") / "presets" / f"{name}.toml"))
 
 
 def test_fit_is_tight_at_one_error_in_100_but_not_in_101() -> None:
@@ -124,7 +118,7 @@ def test_verdict_of_a_prediction_matches_its_memory(case: Case) -> None:
 
 
 def test_search_keeps_fastest_and_fastest_sure_fit_per_size_pair() -> None:
-    job = load_job(preset("llama3-8b-h100"), SHARDED)
+    job = preset_job("llama3-8b-h100", *SHARDED)
     cluster = hardware_of(job).cluster
     assert cluster is not None
     found = search(job, cluster)
@@ -143,7 +137,7 @@ def test_search_keeps_fastest_and_fastest_sure_fit_per_size_pair() -> None:
 @pytest.mark.cluster  # slow
 def test_a_tight_job_is_reported_but_not_refused() -> None:
     """Llama-3 8B with microbatch 8 on 8 H100: 96 % of the memory, by prediction."""
-    job = load_job(preset("llama3-8b-h100"), (*SHARDED, "train.microbatch=8", "train.accumulate=whole"))
+    job = preset_job("llama3-8b-h100", *SHARDED, "train.microbatch=8", "train.accumulate=whole")
     told = answer(job, hardware_of(job), PlanOptions())
     assert told.own.fits
     assert told.own.verdict is not None
@@ -174,7 +168,7 @@ def test_a_tight_job_is_reported_but_not_refused() -> None:
 
 
 def test_ranks_without_a_known_memory_get_no_verdict() -> None:
-    job = load_job(preset("first-voyage"), ())
+    job = preset_job("first-voyage")
     told = answer(job, hardware_of(job), PlanOptions())
     assert told.own.verdict is None
     assert document(told)["own"]["memory_verdict"] is None
@@ -183,7 +177,7 @@ def test_ranks_without_a_known_memory_get_no_verdict() -> None:
 
 def test_a_verdict_follows_its_prediction() -> None:
     """It is no field that a changed copy could contradict."""
-    job = load_job(preset("llama3-8b-h100"), SHARDED)
+    job = preset_job("llama3-8b-h100", *SHARDED)
     cluster = hardware_of(job).cluster
     assert cluster is not None
     p = search(job, cluster).choices[0].prediction
@@ -193,7 +187,7 @@ def test_a_verdict_follows_its_prediction() -> None:
 
 @pytest.mark.cluster  # slow
 def test_verdict_names_fastest_sure_fit_when_the_best_is_tight() -> None:
-    job = load_job(preset("llama3-8b-h100"), SHARDED)
+    job = preset_job("llama3-8b-h100", *SHARDED)
     told = answer(job, hardware_of(job), PlanOptions())
     assert told.found is not None
     assert told.best is not None
@@ -215,8 +209,8 @@ def test_verdict_names_fastest_sure_fit_when_the_best_is_tight() -> None:
     same = replace(told.found, sure=(replace(first, prediction=told.own.prediction),))
     assert verdict(replace(told, found=same))[0].endswith("(tight; none is faster with margin)")
     # One that does not fit learns of both.
-    large = load_job(
-        preset("llama3-8b-h100"), (*SHARDED, "train.microbatch=4", "train.activation_checkpointing=none")
+    large = preset_job(
+        "llama3-8b-h100", *SHARDED, "train.microbatch=4", "train.activation_checkpointing=none"
     )
     over = answer(large, hardware_of(large), PlanOptions())
     assert over.own.fits is False

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from plan_cases import NDR, gpu
 
-from seatrial.job import job_from_text, preset_text
+from presets import preset_job
 from seatrial.job.architecture import Architecture
 from seatrial.job.layout import Layout
 from seatrial.job.models import model_presets
@@ -68,9 +67,7 @@ def test_bytes_of_a_model() -> None:
 
 def test_copies_in_host_memory() -> None:
     def copies(*overrides: str) -> float:
-        text = preset_text("qwen2.5-72b-b300")
-        few = ("cluster.nodes=2", "parallel.shard=1", *overrides)
-        job = job_from_text(text, name="job.toml", base_folder=Path("/jobs"), overrides=few)
+        job = preset_job("qwen2.5-72b-b300", "cluster.nodes=2", "parallel.shard=1", *overrides)
         return host_need(job, "cuda").copies(2)
 
     arch = model_presets()["qwen2.5-72b"]

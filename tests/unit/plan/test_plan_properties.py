@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from functools import cache
-from importlib.resources import files
-from pathlib import Path
+from functools import cache, partial
 from unittest.mock import patch
 
 import pytest
@@ -15,13 +13,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from plan_cases import NDR, Case, OtherModel, cases, gpu, models, recipes
 
+from presets import preset_job
 from seatrial.hardware.catalogue import Gpu
 from seatrial.hardware.failures import RATES, Rate
 from seatrial.hardware.networks import find_network, latencies
 from seatrial.job.architecture import Architecture
-from seatrial.job.job import Job
 from seatrial.job.layout import Layout
-from seatrial.job.loading import load_job
 from seatrial.job.models import model_presets
 from seatrial.plan.cost import collectives, kernels
 from seatrial.plan.cost.finish import Finish, finish
@@ -348,11 +345,7 @@ def test_more_failures_and_slower_storage_never_end_earlier(
 # ---- the search ----
 
 
-def job(*overrides: str) -> Job:
-    preset = files("seatrial.job") / "presets" / "llama3-8b-h100.toml"
-    return load_job(Path(str(preset)), overrides)
-
-
+job = partial(preset_job, "llama3-8b-h100")
 H100 = Cluster(gpu("H100 SXM"), 1, 8, NDR)
 
 

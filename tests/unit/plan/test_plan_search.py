@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from functools import cache
-from importlib.resources import files
-from pathlib import Path
+from functools import cache, partial
 
 import pytest
 
+from presets import preset_job
 from seatrial.hardware.catalogue import find_gpu
 from seatrial.hardware.networks import find_network
 from seatrial.job.finding import Facts
-from seatrial.job.job import Job
-from seatrial.job.loading import load_job
 from seatrial.job.rules_layout import LAYOUT_RULES
 from seatrial.plan.cost.predict import capacity, predict
 from seatrial.plan.model.cluster import Cluster
@@ -31,9 +28,7 @@ assert A100 is not None
 CLUSTER = Cluster(B300, 16, 8, find_network("InfiniBand NDR 8x400"))
 
 
-def job(*overrides: str) -> Job:
-    preset = files("seatrial.job") / "presets" / "qwen2.5-72b-b300.toml"
-    return load_job(Path(str(preset)), overrides)
+job = partial(preset_job, "qwen2.5-72b-b300")
 
 
 @cache
@@ -129,7 +124,7 @@ def predict_again_on(nodes: int) -> None:
 
 def test_context_parallel_is_searched_only_where_a_stack_has_it() -> None:
     keys = ("train.sequence_length=65536", "model.preset=llama3.1-8b", "train.global_batch=8")
-    long = load_job(Path(str(files("seatrial.job") / "presets" / "llama3-8b-h100.toml")), keys)
+    long = preset_job("llama3-8b-h100", *keys)
     card = find_gpu("H100 SXM")
     assert card is not None
     cluster = Cluster(card, 1, 8)

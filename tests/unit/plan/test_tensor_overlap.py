@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from importlib.resources import files
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -13,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import NDR, PREDICTED, Case, gpu, models, recipes
 
+from presets import preset_job
 from seatrial.hardware.networks import networks
-from seatrial.job.job import Job
 from seatrial.job.layout import Layout
-from seatrial.job.loading import load_job
 from seatrial.job.models import model_presets
 from seatrial.job.parts import MOST, parts
 from seatrial.plan.cost.accumulate import accumulate_options
@@ -304,14 +301,10 @@ def test_parts_divide_sequences_or_positions(microbatch: int, positions: int) ->
 # ---- the search ----
 
 
-def job(preset: str, *overrides: str) -> Job:
-    return load_job(Path(str(files("seatrial.job") / "presets" / f"{preset}.toml")), overrides)
-
-
 @pytest.mark.cluster  # slow
 def test_pruned_search_finds_the_same_best_layouts() -> None:
     """Every legal layout with and without, predicted one by one, gives the same best ones."""
-    base = job("llama3-8b-h100")
+    base = preset_job("llama3-8b-h100")
     model, cluster = base.architecture, Cluster(gpu("H100 SXM"), 1, 8)
     best: dict[tuple[int, int], float] = {}
     for recipe in (
@@ -331,12 +324,12 @@ def test_pruned_search_finds_the_same_best_layouts() -> None:
 
 @pytest.mark.cluster  # slow
 def test_async_tensor_is_chosen_for_large_but_not_tiny_layers() -> None:
-    large = job("qwen2.5-72b-b300", "cluster.nodes=4")
+    large = preset_job("qwen2.5-72b-b300", "cluster.nodes=4")
     found = search(
         large, replace(B300, nodes=4), own=False, microbatches=(1, 2, 4, 8), recomputes=(("none", 1),)
     )
     assert all(c.recipe.async_tensor for c in found.choices if c.recipe.layout.tensor >= 4)
-    tiny = job(
+    tiny = preset_job(
         "qwen2.5-7b-h200", "model.preset=qwen2.5-0.5b", "train.sequence_length=256", "train.microbatch=1"
     )
     few = search(
@@ -347,7 +340,9 @@ def test_async_tensor_is_chosen_for_large_but_not_tiny_layers() -> None:
 
 
 def test_other_stacks_are_predicted_without_async_tensor() -> None:
-    found = search(job("qwen2.5-72b-b300"), B300, stack="nemo", microbatches=(2,), recomputes=(("none", 1),))
+    found = search(
+        preset_job("qwen2.5-72b-b300"), B300, stack="nemo", microbatches=(2,), recomputes=(("none", 1),)
+    )
     assert found.own is not None
     assert not found.own.recipe.async_tensor
     assert not any(c.recipe.async_tensor for c in found.choices)

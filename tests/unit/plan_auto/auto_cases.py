@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from presets import preset_job
 from seatrial.check.blame.nodes import RATES
 from seatrial.check.judging.check_run import CheckRun
 from seatrial.check.judging.findings import Expected, Finding, Target
@@ -16,7 +16,7 @@ from seatrial.check.judging.report import Report
 from seatrial.check.live.live_rates import rate
 from seatrial.check.node.judge_load import _RATES as NODE_RATES
 from seatrial.check.reports import report_json
-from seatrial.job import Job, job_from_text, load_job, preset_text
+from seatrial.job import Job, job_from_text, preset_text
 from seatrial.record import events
 from seatrial.record.folder import RunFolder
 from seatrial.record.metrics import MetricsRecord, MetricsWriter
@@ -28,9 +28,8 @@ LINE = 'parallel = "auto"\n'
 
 def job(*overrides: str, preset: str = "llama3-8b-h100") -> Job:
     """Two nodes of eight H100 unless overridden."""
-    file = Path(str(files("seatrial.job") / "presets" / f"{preset}.toml"))
     own = ("name=auto", "cluster.nodes=2", "cluster.network=InfiniBand NDR 8x400")
-    return load_job(file, (*(own if preset == "llama3-8b-h100" else ()), *overrides))
+    return preset_job(preset, *(own if preset == "llama3-8b-h100" else ()), *overrides)
 
 
 def open_job(preset: str, *overrides: str, drop: tuple[str, ...] = ()) -> Job:

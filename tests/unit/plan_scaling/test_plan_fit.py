@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import cache
-from importlib.resources import files
-from pathlib import Path
 
 import pytest
 
+from presets import preset_job
 from seatrial.hardware.catalogue import Gpu, find_gpu, gpus
 from seatrial.hardware.networks import Network, find_network
 from seatrial.job.job import Job
 from seatrial.job.layout import Layout
-from seatrial.job.loading import load_job
 from seatrial.job.models import model_presets
 from seatrial.plan.cost.kernels import ATTENTION
 from seatrial.plan.cost.memory import memory
@@ -34,7 +32,7 @@ NDR = find_network("InfiniBand NDR 8x400")
 
 @cache
 def job(name: str = "qwen2.5-72b-b300", *overrides: str) -> Job:
-    return load_job(Path(str(files("seatrial.job") / "presets" / f"{name}.toml")), overrides)
+    return preset_job(name, *overrides)
 
 
 @cache

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from functools import cache
-from importlib.resources import files
-from pathlib import Path
+from functools import cache, partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from presets import preset_job
 from seatrial.hardware.catalogue import find_gpu
 from seatrial.hardware.networks import find_network
-from seatrial.job.job import Job
 from seatrial.job.layout import Layout
-from seatrial.job.loading import load_job
 from seatrial.plan.cost.predict import predict
 from seatrial.plan.model.cluster import Cluster
 from seatrial.plan.model.recipe import Recipe
@@ -31,9 +28,7 @@ NODES = (1, 2, 4, 8, 16, 32, 64, 128)
 MODES: tuple[Mode, ...] = ("weak", "strong")
 
 
-@cache
-def job(*overrides: str) -> Job:
-    return load_job(Path(str(files("seatrial.job") / "presets" / "qwen2.5-72b-b300.toml")), overrides)
+job = cache(partial(preset_job, "qwen2.5-72b-b300"))
 
 
 @cache
@@ -43,7 +38,7 @@ def reference(mode: Mode) -> Scaling:
 
 def small(mode: Mode, **changes: object) -> Scaling:
     """7B without tensor parallel: runs on any number of nodes."""
-    base = load_job(Path(str(files("seatrial.job") / "presets" / "qwen2.5-7b-h200.toml")), ())
+    base = preset_job("qwen2.5-7b-h200")
     gpu = find_gpu("H200 SXM")
     assert gpu is not None
     cluster = Cluster(gpu, base.cluster.nodes, 8, find_network("InfiniBand NDR 8x400"))
@@ -149,7 +144,7 @@ def test_what_does_not_fit_keeps_its_memory() -> None:
 
 
 def test_with_an_unknown_network_two_nodes_are_unknown() -> None:
-    base = load_job(Path(str(files("seatrial.job") / "presets" / "qwen2.5-7b-h200.toml")), ())
+    base = preset_job("qwen2.5-7b-h200")
     cluster = Cluster(B300, 1, 8)  # type: ignore[arg-type]
     recipe = replace(Recipe.of(base), layout=replace(base.layout, shard=8))
     found = scaling(base, recipe, cluster, mode="weak", nodes=(1, 2))

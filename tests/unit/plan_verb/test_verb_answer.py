@@ -6,8 +6,9 @@ import math
 from dataclasses import replace
 
 import pytest
-from verb_cases import EVERY, NDR, job, must_change, nowhere, reference, small, too_large
+from verb_cases import EVERY, NDR, must_change, nowhere, reference, small, too_large
 
+from presets import preset_job
 from seatrial.base.errors import InputError
 from seatrial.hardware.networks import find_network
 from seatrial.job.schema import GpuSection
@@ -166,7 +167,7 @@ def test_unknown_stays_unknown() -> None:
 
 
 def test_the_cost_of_deterministic_kernels_is_unknown() -> None:
-    of = job("llama3-8b-h100", "train.deterministic=true")
+    of = preset_job("llama3-8b-h100", "train.deterministic=true")
     told = answer(of, hardware_of(of), PlanOptions(look_further=False))
     assert [text for text in told.provenance if text.startswith("train.deterministic: its cost is in the")]
     assert told.own.prediction is not None
@@ -197,7 +198,7 @@ def test_a_stated_gpu_is_planned_like_one_of_the_catalogue() -> None:
 
 
 def test_fp32_has_no_speed_but_memory_and_traffic_twice_as_wide() -> None:
-    wide = job("llama3-8b-h100", "train.precision=fp32", "train.accumulate=whole")
+    wide = preset_job("llama3-8b-h100", "train.precision=fp32", "train.accumulate=whole")
     told = answer(wide, hardware_of(wide))
     assert told.own.prediction is None
     assert "fp32" in told.own.why_unknown
@@ -206,7 +207,7 @@ def test_fp32_has_no_speed_but_memory_and_traffic_twice_as_wide() -> None:
 
 
 def test_without_a_network_its_speed_is_unknown() -> None:
-    of = job("llama3-8b-h100", "cluster.nodes=2", "cluster.gpu=H100 PCIe")
+    of = preset_job("llama3-8b-h100", "cluster.nodes=2", "cluster.gpu=H100 PCIe")
     told = answer(of, hardware_of(of))
     assert told.own.prediction is None
     assert "network" in told.own.why_unknown
@@ -218,7 +219,7 @@ def test_without_a_network_its_speed_is_unknown() -> None:
 
 def test_speed_of_an_unmeasured_gpu_is_unknown() -> None:
     """No NVIDIA kernels and no NeMo for AMD's: memory and traffic alone."""
-    of = job("llama3-8b-h100", "cluster.gpu=MI300X")
+    of = preset_job("llama3-8b-h100", "cluster.gpu=MI300X")
     told = answer(of, hardware_of(of))
     assert (told.own.prediction, told.found, told.advice) == (None, None, None)
     assert "no training run and no attention kernel of CDNA 3 was measured" in told.own.why_unknown
@@ -236,7 +237,7 @@ def test_a_network_is_stated_by_its_figures() -> None:
     ]
     steps = []
     for settings in figures:
-        of = job("llama3-8b-h100", *settings)
+        of = preset_job("llama3-8b-h100", *settings)
         told = answer(of, hardware_of(of), PlanOptions(look_further=False))
         assert told.own.prediction is not None
         steps.append(told.own.prediction.step_s)
@@ -255,13 +256,13 @@ def test_a_job_that_does_not_fit() -> None:
 def test_a_run_without_time_to_train_has_no_forecast() -> None:
     from seatrial.hardware.failures import Rate
 
-    of = job("qwen2.5-72b-b300")
+    of = preset_job("qwen2.5-72b-b300")
     wishes = PlanOptions(rate=Rate("often", "often", 1e6, "made up"), look_further=False)
     assert answer(of, hardware_of(of, NDR), wishes).forecast is None
 
 
 def test_hardware_of() -> None:
-    of = job("llama3-8b-h100", "cluster.nodes=2")
+    of = preset_job("llama3-8b-h100", "cluster.nodes=2")
     assumed = hardware_of(of)
     assert assumed.network is not None
     assert any("assumed" in told for told in assumed.provenance)
@@ -271,17 +272,17 @@ def test_hardware_of() -> None:
     with pytest.raises(InputError, match="unknown network") as error:
         hardware_of(of, "Infiniband NDR 8x40")
     assert "did you mean" in (error.value.diagnostics[0].hint or "")
-    unknown = hardware_of(job("llama3-8b-h100", "cluster.gpu=H100 SMX"))
+    unknown = hardware_of(preset_job("llama3-8b-h100", "cluster.gpu=H100 SMX"))
     assert unknown.gpu is None
     assert "H100 SXM" in unknown.why_no_gpu
     assert unknown.cluster is None
     assert math.isnan(unknown.shape.gpu.hbm_gb)
-    cpu = hardware_of(job("llama3-8b-h100", "cluster.device=cpu"))
+    cpu = hardware_of(preset_job("llama3-8b-h100", "cluster.device=cpu"))
     assert cpu.gpu is None
 
 
 def test_usual_nodes_hold_the_jobs_own() -> None:
-    of = job("qwen2.5-72b-b300")
+    of = preset_job("qwen2.5-72b-b300")
     cluster = hardware_of(of, NDR).cluster
     assert cluster is not None
     from dataclasses import replace
@@ -316,7 +317,7 @@ def test_differences_in_the_words_of_the_job_file() -> None:
 
 def test_async_tensor_is_a_suggestion() -> None:
     """With it a job is told what it does not hide; without it, what it would; never what this trainer has not."""
-    plain = job("qwen2.5-72b-b300", "parallel.async_tensor=false")
+    plain = preset_job("qwen2.5-72b-b300", "parallel.async_tensor=false")
     told = answer(plain, hardware_of(plain))
     assert told.advice is not None
     ways = {w.what: w for w in told.advice.suggestions}
@@ -332,7 +333,7 @@ def test_async_tensor_is_a_suggestion() -> None:
         assert any("async_tensor" in text and "assum" in text for text in one.provenance)
     assert not any("async_tensor" in text for text in nowhere().provenance)
     # Other software hides what it hides.
-    of = job("qwen2.5-72b-b300")
+    of = preset_job("qwen2.5-72b-b300")
     other = answer(of, hardware_of(of), PlanOptions(stack="nemo", look_further=False))
     assert short(other.own.recipe) == "TP8 PP2 FSDP8"
     assert not any("async_tensor" in text for text in other.provenance)

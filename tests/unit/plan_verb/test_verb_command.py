@@ -12,15 +12,16 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
-from verb_cases import NDR, preset
+from verb_cases import NDR
 
 import seatrial
+from presets import preset_file
 from seatrial.cli import plan
 from seatrial.cli.main import main
 
-SMALL = str(preset("llama3-8b-h100"))
-REFERENCE = str(preset("qwen2.5-72b-b300"))
-CPU = str(preset("first-voyage"))
+SMALL = str(preset_file("llama3-8b-h100"))
+REFERENCE = str(preset_file("qwen2.5-72b-b300"))
+CPU = str(preset_file("first-voyage"))
 
 Captured = pytest.CaptureFixture[str]
 

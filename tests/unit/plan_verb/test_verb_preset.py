@@ -6,8 +6,9 @@ import re
 from collections import Counter
 
 import pytest
-from verb_cases import preset, reference
+from verb_cases import reference
 
+from presets import preset_file
 from seatrial.plan.report.answer import FAILURES
 from seatrial.ui.plan_table import lines
 
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.cluster  # slow
 
 def said(pattern: str) -> list[float]:
     """The figures in the preset's one line that matches."""
-    found = re.findall(pattern, preset("qwen2.5-72b-b300").read_text(encoding="utf-8"))
+    found = re.findall(pattern, preset_file("qwen2.5-72b-b300").read_text(encoding="utf-8"))
     assert len(found) == 1, pattern
     values = found[0] if isinstance(found[0], tuple) else (found[0],)
     return [float(v.replace(",", "")) for v in values]

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib.resources import files
-from pathlib import Path
 
-from seatrial.job.job import Job
-from seatrial.job.loading import load_job
+from presets import preset_job
 from seatrial.plan.model.hardware import hardware_of
 from seatrial.plan.report.advice import TargetValue
 from seatrial.plan.report.answer import Answer, PlanOptions, answer
@@ -15,18 +12,10 @@ from seatrial.plan.report.answer import Answer, PlanOptions, answer
 NDR = "InfiniBand NDR 8x400"
 
 
-def preset(name: str) -> Path:
-    return Path(str(files("seatrial.job") / "presets" / f"{name}.toml"))
-
-
-def job(name: str, *overrides: str) -> Job:
-    return load_job(preset(name), overrides)
-
-
 @cache
 def reference() -> Answer:
     """The reference plan, with its targets; docs/plan.md shows it."""
-    of = job("qwen2.5-72b-b300")
+    of = preset_job("qwen2.5-72b-b300")
     wishes = PlanOptions(targets=(TargetValue(2500, "tokens/s/GPU"), TargetValue(0.45, "MFU")))
     return answer(of, hardware_of(of), wishes)
 
@@ -34,28 +23,28 @@ def reference() -> Answer:
 @cache
 def small() -> Answer:
     """One node, with the price of a GPU hour."""
-    of = job("llama3-8b-h100")
+    of = preset_job("llama3-8b-h100")
     return answer(of, hardware_of(of), PlanOptions(price=3.0))
 
 
 @cache
 def nowhere() -> Answer:
     """CPU ranks: nothing is known of their speed."""
-    of = job("first-voyage")
+    of = preset_job("first-voyage")
     return answer(of, hardware_of(of))
 
 
 @cache
 def too_large() -> Answer:
     """72B on one node of 40 GB: no layout fits."""
-    of = job("qwen2.5-72b-b300", "cluster.nodes=1", "parallel.pipeline=1", "cluster.gpu=A100-40GB SXM")
+    of = preset_job("qwen2.5-72b-b300", "cluster.nodes=1", "parallel.pipeline=1", "cluster.gpu=A100-40GB SXM")
     return answer(of, hardware_of(of))
 
 
 @cache
 def must_change() -> Answer:
     """Its own layout does not fit; others do."""
-    of = job("llama3-8b-h100", "train.activation_checkpointing=none", "train.microbatch=4")
+    of = preset_job("llama3-8b-h100", "train.activation_checkpointing=none", "train.microbatch=4")
     return answer(of, hardware_of(of))
 
 

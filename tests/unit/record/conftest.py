@@ -1,25 +1,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from seatrial.job import Job, job_from_text, preset_text
+from presets import preset_job
+from seatrial.job import Job
 from seatrial.record.folder import RunFolder
 
 
 @pytest.fixture
 def make_job(tmp_path: Path) -> Callable[..., Job]:
-    def make(*overrides: str) -> Job:
-        return job_from_text(
-            preset_text("first-voyage"),
-            name="job.toml",
-            base_folder=tmp_path,
-            overrides=("train.steps=200", "checkpoint.keep=3", *overrides),
-        )
-
-    return make
+    return partial(preset_job, "first-voyage", "train.steps=200", "checkpoint.keep=3", folder=tmp_path)
 
 
 @pytest.fixture

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from functools import partial
 
-from seatrial.job import Job, job_from_text, preset_text
+from presets import preset_job
 from seatrial.scale.statistics import Estimate, estimate
 from seatrial.scale.trial import Figures, Trial
 
 STORE = "/nowhere/store"
 
 
-def job(*overrides: str) -> Job:
-    """The first voyage: 2 nodes of 4 ranks."""
-    return job_from_text(
-        preset_text("first-voyage"), name="job.toml", base_folder=Path("/nowhere"), overrides=overrides
-    )
+job = partial(preset_job, "first-voyage")  # 2 nodes of 4 ranks
 
 
 def trial(

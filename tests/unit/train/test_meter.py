@@ -1,18 +1,14 @@
 from __future__ import annotations
 
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
 
-from seatrial.job import Job, job_from_text, preset_text
+from presets import preset_job
 from seatrial.train.meter import Meter, memory_bytes
 
-
-def job(*overrides: str) -> Job:
-    return job_from_text(
-        preset_text("first-voyage"), name="first-voyage", base_folder=Path(), overrides=overrides
-    )
+job = partial(preset_job, "first-voyage")
 
 
 def test_rates_of_the_world_and_of_one_rank() -> None:

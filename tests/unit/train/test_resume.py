@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-import saving
+from saving import new_manifest, save_whole
 from seatrial.base.box import Box
 from seatrial.base.errors import RunFailed
-from seatrial.checkpoint.manifest import Manifest, Progress
+from seatrial.checkpoint.manifest import Progress
 from seatrial.checkpoint.read import CheckpointWeights
-from seatrial.checkpoint.write import Piece
 from seatrial.job.architecture import Architecture
 from seatrial.job.layout import Layout
 from seatrial.job.optimizers import ADAMW
@@ -61,16 +60,14 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 def save(folder: RunFolder, step: int, *, arch: Architecture = ARCH, lacking: str = "") -> Path:
-    manifest = Manifest(Progress(step, 0, 0, 1), 0.0, 0, arch.as_dict(), {}, "", "", False, [], {})
-    pieces = [
-        Piece(f"{kind}/{name}", torch.ones(shape), Box.whole(shape), shape)
+    tensors = {
+        f"{kind}/{name}": torch.ones(shape)
         for kind in ("model", *ADAMW.states)
         for name, shape in whole_shapes(arch).items()
         if f"{kind}/{name}" != lacking
-    ]
-    return saving.save(
-        folder.checkpoints, manifest, pieces, rank=0, world_size=1, agree=lambda ok: 0 if ok else 1
-    )
+    }
+    manifest = new_manifest(Progress(step, 0, 0, 1), architecture=arch.as_dict())
+    return save_whole(folder.checkpoints, manifest, tensors)
 
 
 def read_all(checkpoint: CheckpointWeights) -> Progress:

@@ -16,12 +16,13 @@ import safetensors
 import torch
 from rank_cases import assert_same, build, cut, everything, mesh, train
 
+from saving import new_manifest
 from seatrial.base.box import Box
 from seatrial.checkpoint import memory
 from seatrial.checkpoint.commit import fence
 from seatrial.checkpoint.hashing import hash_of
 from seatrial.checkpoint.local_place import LocalPlace
-from seatrial.checkpoint.manifest import Damaged, Manifest, Progress
+from seatrial.checkpoint.manifest import Damaged, Progress
 from seatrial.checkpoint.memory import Snapshot
 from seatrial.job.layout import Layout
 from seatrial.job.optimizers import ADAMW
@@ -379,9 +380,8 @@ def test_snapshots_of_all_ranks_make_a_checkpoint_for_any_layout(
         fd = one.fds[entry["slot"]]
         place.put_part(3, 1, number, fd, told.bytes, told.index, True, origin="memory", expected=told.hash)
         one.close()
-    manifest = Manifest(
-        Progress(3, 0, 12, 1), 0.0, 0, rank_cases.ARCH.as_dict(), layout.as_dict(), "", "", False, [], {}
-    )
+    told = {"architecture": rank_cases.ARCH.as_dict(), "layout": layout.as_dict()}
+    manifest = new_manifest(Progress(3, 0, 12, 1), **told)
     folder.control.mkdir(exist_ok=True)
     folder.generation_file.write_text("1")
     place.commit(3, 1, manifest, 2, fence(folder, 1), origin="memory")

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from presets import preset_job
 from seatrial.base import units
-from seatrial.job import job_from_text, preset_text
 from seatrial.record import events, lock
 from seatrial.record.failure import Failure, RankError
 from seatrial.record.folder import RunFolder
@@ -202,7 +202,7 @@ def test_live_lines_fit_80_columns(total: int | None) -> None:
 
 
 def test_header(folder: RunFolder, tmp_path: Path) -> None:
-    job = job_from_text(preset_text("first-voyage"), name="job.toml", base_folder=tmp_path)
+    job = preset_job("first-voyage", folder=tmp_path)
     out = io.StringIO()
     view = console(folder, out, generation=3)
     view.header(

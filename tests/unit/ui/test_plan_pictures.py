@@ -8,7 +8,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
@@ -16,11 +15,11 @@ from xml.etree.ElementTree import Element
 import pytest
 
 from framed_page import CHROMIUM, framed
+from presets import preset_job
 from seatrial.base.errors import InputError, printable
 from seatrial.hardware.catalogue import find_gpu
 from seatrial.hardware.networks import find_network
 from seatrial.job.job import Job
-from seatrial.job.loading import load_job
 from seatrial.plan.model.cluster import Cluster
 from seatrial.plan.model.hardware import hardware_of
 from seatrial.plan.model.recipe import Recipe
@@ -43,7 +42,7 @@ NETWORK = "InfiniBand NDR 8x400"
 
 @cache
 def job(name: str = "qwen2.5-7b-h200", *overrides: str) -> Job:
-    return load_job(Path(str(files("seatrial.job") / "presets" / f"{name}.toml")), overrides)
+    return preset_job(name, *overrides)
 
 
 @cache

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from seatrial.job import job_from_text, preset_text
+from presets import preset_job
 from seatrial.record import events
 from seatrial.record.folder import RunFolder
 from seatrial.record.metrics import MetricsRecord, MetricsWriter
@@ -26,9 +26,7 @@ def run_on(tmp_path: Path, device: str, ranks: int = 8) -> RunFolder:
     """A run of eight ranks, whose steps are steady enough to give a pace to others."""
     folder = RunFolder(tmp_path / "runs" / "a-run")
     folder.control.mkdir(parents=True)
-    job = job_from_text(
-        preset_text("qwen2.5-7b-h200"), name="job.toml", base_folder=tmp_path, overrides=("data.tokenizer=x.json",)
-    )  # fmt: skip
+    job = preset_job("qwen2.5-7b-h200", "data.tokenizer=x.json", folder=tmp_path)
     folder.job_toml.write_text(job.to_toml())
     plan = {"layout": job.layout.as_dict(), "architecture": job.architecture.as_dict()}
     folder.plan_json.write_text(json.dumps(plan))

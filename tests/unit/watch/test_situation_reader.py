@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from alert_cases import NOW, alert, steps
 
-from seatrial.job import Job, job_from_text, preset_text
+from presets import preset_job
+from seatrial.job import Job
 from seatrial.record import events
 from seatrial.record import messages as msg
 from seatrial.record.events import Event
@@ -33,9 +34,12 @@ def folder(tmp_path: Path) -> RunFolder:
 
 @pytest.fixture
 def job(folder: RunFolder) -> Job:
-    overrides = ["cluster.spares=1", "checkpoint.every_steps=50", "train.steps=1000"]
-    return job_from_text(
-        preset_text("first-voyage"), name="job.toml", base_folder=folder.path, overrides=overrides
+    return preset_job(
+        "first-voyage",
+        "cluster.spares=1",
+        "checkpoint.every_steps=50",
+        "train.steps=1000",
+        folder=folder.path,
     )
 
 
