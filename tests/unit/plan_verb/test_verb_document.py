@@ -30,7 +30,7 @@ def test_the_example_is_the_verbs_output() -> None:
     shown = _BLOCK.search(DOCUMENT.read_text(encoding="utf-8"))
     assert shown is not None
     told = example()
-    assert shown[2] == told, f"run python {__file__}, which writes it anew"
+    assert shown[2] == told, f"run PYTHONPATH=tests python {__file__}, which writes it anew"
 
 
 def test_every_option_is_documented() -> None:

@@ -11,10 +11,9 @@ import torch
 from rank_cases import ARCH, SETTINGS, mesh
 from torch import Tensor
 
-from presets import preset_job
 from seatrial.data.loader import Batch
 from seatrial.hardware import accelerator
-from seatrial.job import Job
+from seatrial.job import Job, job_from_text, preset_text
 from seatrial.job.architecture import Architecture
 from seatrial.model.initialise import RandomWeights
 from seatrial.parallel.build import ParallelModel
@@ -30,15 +29,18 @@ BATCH, LENGTH = 4, 16
 
 
 def make_job(folder: Path, *overrides: str) -> Job:
-    return preset_job(
-        "first-voyage",
-        *("cluster.nodes=1", "cluster.gpus_per_node=1"),
-        *("parallel.tensor=1", "parallel.pipeline=1", "parallel.shard=1"),
-        *("train.steps=8", f"train.global_batch={BATCH}", "train.microbatch=2"),
-        *(f"train.sequence_length={LENGTH}", "optimizer.warmup_steps=3", "checkpoint.every_steps=100"),
-        *("resilience.verify_every_steps=2", "resilience.snapshot_every_steps=3"),
-        *overrides,
-        folder=folder,
+    return job_from_text(
+        preset_text("first-voyage"),
+        name="run",
+        base_folder=folder,
+        overrides=(
+            *("cluster.nodes=1", "cluster.gpus_per_node=1"),
+            *("parallel.tensor=1", "parallel.pipeline=1", "parallel.shard=1"),
+            *("train.steps=8", f"train.global_batch={BATCH}", "train.microbatch=2"),
+            *(f"train.sequence_length={LENGTH}", "optimizer.warmup_steps=3", "checkpoint.every_steps=100"),
+            *("resilience.verify_every_steps=2", "resilience.snapshot_every_steps=3"),
+            *overrides,
+        ),
     )
 
 
