@@ -47,7 +47,7 @@ test-all: test-ci  ## and those that take long and show little more
 	$(BIN)/pytest $(SIDE_BY_SIDE) -m "long and not timed"
 	$(BIN)/pytest $(TIMED) -m "long and timed"
 
-test-fast: $(STAMP)  ## the tests that start no cluster (a minute on two cores)
+test-fast: $(STAMP)  ## the tests that start no cluster (two minutes on two cores)
 	$(BIN)/pytest $(SIDE_BY_SIDE) -m "not cluster and not ci and not long"
 
 check: $(STAMP)  ## static checks only
