@@ -110,9 +110,8 @@ class MeasureNode(Order[NodeMeasured]):
 
     op = "node"
     options: NodeOptionsValues
-    toward: (
-        str | None
-    )  # without an interface in `options`: that with the route to this address; None: unknown
+    # Without an interface in `options`: that with the route to this address; None: unknown.
+    toward: str | None
 
 
 @dataclass(frozen=True)
@@ -225,9 +224,8 @@ class RunRanks(Order[RanksEnded]):
     listen: str  # the address for that store
     interface: str | None  # network device; None: the one with the route to `toward`
     toward: str  # address of another host
-    flows: list[
-        list[int]
-    ]  # [sender, receiver, direction]: those of a direction at once, one direction after the other
+    # [sender, receiver, direction]: those of a direction at once, one direction after the other.
+    flows: list[list[int]]
     sizes: list[int]  # bytes of an all-reduce
     durations: Durations
     hca: str | None  # the RDMA device ("mlx5_0:1") that NCCL must use; None: its own choice
