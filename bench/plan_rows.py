@@ -18,13 +18,13 @@ from typing import Any
 
 from other_model import OtherModel
 from plan_words import as_stack, has_experts, memory_kind, network_of, stack_of
-from seatrial.hardware.catalogue import Gpu, find_gpu
+from seatrial.hardware.catalogue import Gpu, Precision, find_gpu
 from seatrial.hardware.networks import Network, find_network
 from seatrial.job.architecture import Architecture
 from seatrial.job.layout import Layout
 from seatrial.plan.cost.kernels import Kernels, UnknownSpeedError
 from seatrial.plan.model.cluster import Cluster
-from seatrial.plan.model.recipe import Precision, Recipe, Recompute, Sharding
+from seatrial.plan.model.recipe import Recipe, Recompute, Sharding
 
 GIB = 1024**3
 

@@ -115,7 +115,7 @@ BROKEN = [
     (FIRST, "sequence_length = 256", "sequence_length = 4096", "4096", "max_position_embeddings"),
     (FIRST, "global_batch = 32", "global_batch = 30", "30", "is not divisible by data-parallel size"),
     (FIRST, "global_batch = 32", "global_batch = 320000", "train = ^\"builtin:python-library\"", "fewer than the 81,920,001 of one step"),
-    (FIRST, 'precision = "fp32"', 'precision = "fp16"', '"fp16"', 'expected "fp32" or "bf16"'),
+    (FIRST, 'precision = "fp32"', 'precision = "fp16"', '"fp16"', 'expected "fp32", "bf16" or "fp8"'),
     (FIRST, "seed = 1234", "seed = -1", "-1", "train.seed must be at least 0"),
     (FIRST, "seed = 1234", "seed = 18446744073709551616", "18446744073709551616", "must be less than"),
     (FIRST, "lr = 3e-3", "lr = 3e300", "3e300", "optimizer.lr must be at most 1"),

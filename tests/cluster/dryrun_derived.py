@@ -29,7 +29,7 @@ def derived(job: Job, rank: int, device: str) -> Derived:
     stages = layout.stage_indices(at.pipeline)
     layers = sum(len(layout.stage_layers(s, arch.num_hidden_layers)) for s in stages)
     first, last = 0 in stages, layout.stages - 1 in stages
-    dtype, width = ("bfloat16", 2) if train.precision == "bf16" else ("float32", 4)
+    dtype, width = ("bfloat16", 2) if train.precision != "fp32" else ("float32", 4)
     out: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
 
     def add(kind: str, dimension: str, calls: int, n_bytes: int, of: str = dtype) -> None:
@@ -91,7 +91,7 @@ def derived(job: Job, rank: int, device: str) -> Derived:
         groups += [(own, "expert_shard", S // e) for _ in range(layers)]
     inner = len(groups)
     groups += [(g, "shard", S) for s in stages if (g := _rest(job, s))]
-    sharded = S * R > 1 or train.precision == "bf16"
+    sharded = S * R > 1 or train.precision != "fp32"
     for index, (group, dimension, ranks) in enumerate(groups):
         padded = sum(-(-rows // ranks) * ranks * rest for rows, rest in group)
         if ranks > 1:

@@ -162,6 +162,7 @@ def build(case: dict[str, Any], mesh: Mesh, source: Any) -> ParallelModel:
         global_tokens=SEQUENCES * LENGTH,
         masked=case.get("masked", False),
         precision=case.get("precision", "fp32"),
+        fp8_scaling=case.get("fp8_scaling", "rowwise"),
         activation_checkpointing=case.get("activation_checkpointing", "none"),
         recompute_every_layers=case.get("recompute_every_layers", 1),
         compile=case.get("compile", False),

@@ -21,6 +21,7 @@ from seatrial.job import loss_rows
 pytestmark = pytest.mark.cluster
 
 BF16 = {"precision": "bf16"}
+FP8 = {"precision": "fp8"}
 EXPERTS = {"family": "qwen3_moe", **BF16}
 # Two layers and two microbatches, where there is no pipeline: a trace takes as long as it has operations.
 LITTLE = {"microbatch": 8, "layers": 2}
@@ -102,6 +103,8 @@ LAYOUTS: dict[str, Case] = {
         **SELECTIVE,
         "lora": {"rank": 4, "alpha": 8.0, "targets": ["q_proj", "o_proj", "down_proj"]},
     },
+    "one-fp8": {**FP8, **LITTLE},
+    "tp2-pp2-fsdp2-fp8-async": {"layout": FULL, **FP8, **SELECTIVE, "async_tensor": True},
     "pp2-documents": {"layout": {"pipeline": 2}, "documents": True, "layers": 2},
     "tp2-pp2-documents": {"layout": {"tensor": 2, "pipeline": 2}, "documents": True},
 }

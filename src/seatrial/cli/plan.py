@@ -199,7 +199,7 @@ def _read(args: argparse.Namespace) -> tuple[PlanOptions, Job]:
 
 
 def _in_fp8(job: Job) -> Job:
-    """`job` with a precision that its file cannot have: our trainer does not."""
+    """`job` with FP8 matrix products."""
     train = job.train.model_copy(update={"precision": "fp8"})
     return replace(job, file=job.file.model_copy(update={"train": train}))
 
@@ -226,8 +226,8 @@ def _wishes(args: argparse.Namespace) -> PlanOptions:
             Diagnostic(f'unknown stack "{args.stack}"', hint=f"{hint}known: {', '.join(stacks())}")
         )
     if args.fp8 and (args.stack in OURS or args.dry_run is not None or args.fit):
-        hint = "--stack nemo --fp8, without --fit and --dry-run"
-        problems.append(Diagnostic("--fp8 is for other stacks: this trainer has no FP8", hint=hint))
+        hint = 'train.precision = "fp8" in the job file; or --stack nemo --fp8, without --fit and --dry-run'
+        problems.append(Diagnostic("--fp8 is for other stacks", hint=hint))
     if args.network is not None:
         try:
             known_network(args.network)

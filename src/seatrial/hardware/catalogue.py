@@ -8,7 +8,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Literal
 
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["fp32", "bf16", "fp8"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ def peak_flops(gpu: Gpu, precision: Precision) -> float | None:
 
     fp32 is None: whether the tensor cores (TF32) are used depends on settings, and the figures differ eightfold.
     """
-    return gpu.bf16_tflops * 1e12 if precision == "bf16" else None
+    tflops = {"fp32": None, "bf16": gpu.bf16_tflops, "fp8": gpu.fp8_tflops}[precision]
+    return None if tflops is None else tflops * 1e12
 
 
 def normal_name(name: str) -> str:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
+from seatrial.hardware.catalogue import find_gpu
 from seatrial.job.finding import Facts, RuleViolation
 from seatrial.job.layout import Layout
 from seatrial.job.numbers import divisors, either, near_multiples, next_multiple
 from seatrial.job.partial import UnreadableError
 from seatrial.job.schedules import schedule_named
 from seatrial.job.schema import ParallelSection, joined_gpus
+
+_FP8_UNIT = 16  # what the dimensions of FP8 products must be multiples of, on NVIDIA GPUs
+_OTHER_FP8 = {"CDNA 3"}  # "fnuz" formats, without negative zero
 
 
 def _parallel(facts: Facts) -> ParallelSection:
@@ -189,7 +193,7 @@ def _split_backward_sharded(facts: Facts) -> Iterator[RuleViolation]:
     if parallel.pipeline > 1 and schedule_named(parallel.schedule).split_backward and parallel.reshards:
         layout: Layout = facts.layout
         # bf16 goes through FSDP also in a group of one.
-        if layout.replicate * layout.shard > 1 or facts.job.train.precision == "bf16":
+        if layout.replicate * layout.shard > 1 or facts.job.train.precision != "fp32":
             yield RuleViolation(
                 ("parallel.reshard_after_forward", "parallel.schedule"),
                 f'schedule "{parallel.schedule}" with FSDP (data parallel, or bf16) and reshard_after_forward = true silently '
@@ -343,6 +347,55 @@ def _experts_compiled(facts: Facts) -> Iterator[RuleViolation]:
         )
 
 
+def _fp8(facts: Facts) -> Iterator[RuleViolation]:
+    train, arch = facts.job.train, facts.architecture
+    keys, hint = ("train.precision",), 'use precision = "bf16"'
+    if train.precision != "fp8":
+        if train.fp8_scaling != "rowwise":
+            yield RuleViolation(
+                ("train.fp8_scaling", *keys),
+                f'fp8_scaling has no effect: precision is "{train.precision}"',
+                'remove it, or set precision = "fp8"',
+            )
+        return
+    for wanted, what in ((arch.num_experts, "experts"), (arch.lora, "[model.lora]")):
+        if wanted:
+            yield RuleViolation(
+                keys,
+                f'precision = "fp8" with {what} is not supported in this version: only dense layers are cast',
+                hint,
+            )
+    gpu = None if facts.job.cluster.gpu is None else find_gpu(facts.job.cluster.gpu)
+    if gpu is not None and (gpu.fp8_tflops is None or gpu.architecture in _OTHER_FP8):
+        why = (
+            "has no FP8 matrix products"
+            if gpu.fp8_tflops is None
+            else "has other FP8 formats than torch's default ones"
+        )
+        yield RuleViolation(("cluster.gpu", *keys), f"{gpu.name} {why}", hint)
+
+
+def _fp8_widths(facts: Facts) -> Iterator[RuleViolation]:
+    train, arch, layout = facts.job.train, facts.architecture, facts.layout
+    if train.precision != "fp8":
+        return
+    rows = train.microbatch * train.sequence_length
+    for name, width, ranks in (
+        ("hidden_size", arch.hidden_size, 1),
+        ("width of the queries", arch.query_width, layout.tensor),
+        ("width of the keys", arch.kv_width, layout.tensor),
+        ("intermediate_size", arch.intermediate_size, layout.tensor),
+        ("microbatch x sequence_length", rows, layout.context),
+    ):
+        if width % (_FP8_UNIT * ranks):
+            part = f" on each of {ranks} ranks" if ranks > 1 else ""
+            yield RuleViolation(
+                ("train.precision",),
+                f'precision = "fp8" needs widths in multiples of {_FP8_UNIT}, and the {name} is {width / ranks:g}{part}',
+                'use precision = "bf16", or other sizes',
+            )
+
+
 LAYOUT_RULES: tuple[Callable[[Facts], Iterator[RuleViolation]], ...] = (
     _tensor_model,
     _tensor_vocabulary,
@@ -363,4 +416,6 @@ LAYOUT_RULES: tuple[Callable[[Facts], Iterator[RuleViolation]], ...] = (
     _experts_sharded,
     _experts_context,
     _experts_compiled,
+    _fp8,
+    _fp8_widths,
 )

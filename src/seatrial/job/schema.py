@@ -22,7 +22,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from seatrial.base.errors import InputError
 from seatrial.base.registry import Registry
-from seatrial.hardware.catalogue import find_gpu
+from seatrial.hardware.catalogue import Precision, find_gpu
 from seatrial.job.callbacks import CALLBACKS, METRICS
 from seatrial.job.families import FAMILIES
 from seatrial.job.lora import LORA_TARGETS, LoraTarget
@@ -41,6 +41,7 @@ Seconds = Annotated[float, Field(ge=1, le=2_678_400)]  # 31 days
 SecondsOrNone = Annotated[float, Field(ge=0, le=2_678_400)]
 Times = Annotated[float, Field(gt=1, le=1_000_000)]  # a ratio
 Accumulate = Literal["whole", "sharded"]  # how gradients of microbatches add up
+Fp8Scaling = Literal["rowwise", "tensorwise"]  # what has a scale of its own in an FP8 product
 
 
 VALIDATION_BATCHES = 32  # measured at most, unless the job says how many samples
@@ -344,9 +345,14 @@ class TrainSection(Section):
     sequence_length: Count = Field(description="tokens a sequence")
     global_batch: Count = Field(description="sequences a step, whatever the layout")
     microbatch: Count = Field(default=1, description="sequences a rank works on at once")
-    precision: Literal["fp32", "bf16"] = Field(
+    precision: Precision = Field(
         default="bf16",
-        description="of matrix products; weights stay fp32, and optimizer state has the precision that optimizer.name says",
+        description="of matrix products; weights stay fp32, and optimizer state has the precision that optimizer.name says; "
+        "fp8: products of decoder layers, the rest in bf16",
+    )
+    fp8_scaling: Fp8Scaling = Field(
+        default="rowwise",
+        description="what has a scale of its own: rowwise: each vector of a product; tensorwise: each tensor; with fp8 only",
     )
     activation_checkpointing: Literal["none", "selective", "full"] = Field(
         default="none",

@@ -16,14 +16,16 @@ from seatrial.base.box import Box, chunk
 from seatrial.base.errors import InternalError
 from seatrial.base.private import keep_compiler_private
 from seatrial.data.loader import NO_TARGET
+from seatrial.hardware.catalogue import Precision
 from seatrial.job.architecture import Architecture
 from seatrial.job.layout import Coordinates, Layout
-from seatrial.job.schema import Accumulate
+from seatrial.job.schema import Accumulate, Fp8Scaling
 from seatrial.model.decoder import Decoder, stored_name, whole_shapes
 from seatrial.model.lora import freeze_base
 from seatrial.model.source import WeightSource
 from seatrial.parallel.context import apply_context_parallel, own_positions
 from seatrial.parallel.expert import apply_expert_parallel
+from seatrial.parallel.float8 import Scaling, apply_float8
 from seatrial.parallel.loss import LoadBalancing, cross_entropy
 from seatrial.parallel.mesh import Mesh
 from seatrial.parallel.pipeline import Pipeline
@@ -43,7 +45,8 @@ class Settings:
     microbatches: int  # per step and rank
     global_tokens: int  # per step, over all ranks: the loss is their mean, if all count
     masked: bool = False  # some targets may be NO_TARGET: the loss is the mean over the others of the step
-    precision: str = "fp32"
+    precision: Precision = "fp32"
+    fp8_scaling: Fp8Scaling = "rowwise"
     activation_checkpointing: str = "none"
     recompute_every_layers: int = 1
     compile: bool = False
@@ -53,7 +56,12 @@ class Settings:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.precision == "bf16" else torch.float32
+        return torch.float32 if self.precision == "fp32" else torch.bfloat16
+
+    @property
+    def scaling(self) -> Scaling:
+        """Of the operands of products in decoder layers."""
+        return self.fp8_scaling if self.precision == "fp8" else None
 
 
 @dataclass(frozen=True)
@@ -103,7 +111,7 @@ class ParallelModel:
         self.clock = StageClock(mesh.device)
         layout = mesh.layout
         # bf16 always goes through FSDP, also in a group of one: FSDP keeps the fp32 weights next to the bf16 ones.
-        sharded = layout.replicate * layout.shard > 1 or settings.precision == "bf16"
+        sharded = layout.replicate * layout.shard > 1 or settings.precision != "fp32"
         data_mesh = mesh.data_mesh(timeout) if sharded else None
         expert_mesh = mesh.expert_mesh(timeout) if mesh.expert is not None else None
         # Known at the begin of a step. 1 where none counts: loss and gradients are then 0.
@@ -343,7 +351,10 @@ def build_stage(
             settings.sequence_length,
             in_parts=settings.async_tensor,
             opaque=settings.activation_checkpointing == "selective",
+            scaling=settings.scaling,
         )
+    elif settings.scaling is not None:
+        apply_float8(model, settings.scaling)
     if mesh.expert is not None:
         apply_expert_parallel(model, mesh.expert)
     if arch.lora is not None:

@@ -29,8 +29,8 @@ def needs_grad(ctx: Any, index: int) -> bool:
 
     `needs_input_grad` is true if any pass might. torch does not know it for a leaf, so a leaf's is always computed.
     """
-    if not ctx.needs_input_grad[index]:
-        return False
+    if not ctx.needs_input_grad[index] or torch.compiler.is_compiling():
+        return bool(ctx.needs_input_grad[index])  # compiled: all gradients come from one backward pass
     node = ctx.next_functions[index][0]
     return hasattr(node, "variable") or torch._C._will_engine_execute_node(node)
 

@@ -31,6 +31,7 @@ from torch.distributed import ProcessGroup
 
 from seatrial.job.parts import parts, sequence_parts
 from seatrial.parallel.collectives import all_gather_single, reduce_scatter_single, wait
+from seatrial.parallel.float8 import Scaling, left, multiply, right
 
 
 @dataclass(frozen=True)
@@ -152,18 +153,27 @@ class _ReduceScatters:
 
 
 def all_gather_matmul(
-    x_BtD: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], cut: Cut, group: ProcessGroup
+    x_BtD: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    cut: Cut,
+    group: ProcessGroup,
+    scaling: Scaling = None,
 ) -> list[Tensor]:
     """The product of the gathered rows with each weight [O, D], plus its bias if there are any: [R, O] each."""
     gathering = _AllGathers(x_BtD, cut, group)
     outs = [x_BtD.new_empty(cut.rows, weight.shape[0]) for weight in weights]
+    sides = [right(weight.t(), scaling) for weight in weights]
     into = zip(*(out.chunk(cut.parts) for out in outs), strict=True)
     for rows, targets in zip(gathering, into, strict=True):
-        for i, (weight, target) in enumerate(zip(weights, targets, strict=True)):
+        of_rows = left(rows, scaling)
+        for i, (side, target) in enumerate(zip(sides, targets, strict=True)):
+            if biases and scaling is None:
+                torch.addmm(biases[i], rows, side.values, out=target)
+                continue
+            multiply(of_rows, side, out=target)
             if biases:
-                torch.addmm(biases[i], rows, weight.t(), out=target)
-            else:
-                torch.mm(rows, weight.t(), out=target)
+                target += biases[i]
     return outs
 
 
@@ -173,6 +183,7 @@ def all_gather_matmul_backward(
     weights: Sequence[Tensor],
     cut: Cut,
     group: ProcessGroup,
+    scaling: Scaling = None,
     *,
     of_input: bool = True,
     of_weights: bool = True,
@@ -182,34 +193,41 @@ def all_gather_matmul_backward(
     gathering = _AllGathers(x_BtD, cut, group) if of_weights else None
     scattering = _ReduceScatters(x_BtD, x_BtD.shape[2], cut, group)
     if of_input:
+        sides = [right(weight, scaling) for weight in weights]
         for grads in zip(*(g.chunk(cut.parts) for g in grads_RO), strict=True):
             # In the order in which autograd would add them up, last product first, so that the sums have the same bits.
-            total = torch.mm(grads[-1], weights[-1])
-            for grad, weight in zip(grads[-2::-1], weights[-2::-1], strict=True):
-                total += torch.mm(grad, weight)
+            of_each_grad = (left(grad, scaling, of_gradient=True) for grad in grads[::-1])
+            products = map(multiply, of_each_grad, sides[::-1])
+            total = next(products)
+            for product in products:
+                total += product
             scattering.launch(total)
     of_each = []
     if gathering is not None:
-        rows_RD = gathering.finish()
-        of_each = [torch.mm(grad.t(), rows_RD) for grad in grads_RO]
+        of_rows = right(gathering.finish(), scaling)
+        of_each = [multiply(left(grad.t(), scaling, of_gradient=True), of_rows) for grad in grads_RO]
     of_biases = [grad.sum(0) for grad in grads_RO] if of_weights and biased else []
     return scattering.finish() if of_input else None, of_each, of_biases
 
 
-def matmul_reduce_scatter(rows_RO: Tensor, weight: Tensor, cut: Cut, group: ProcessGroup) -> Tensor:
+def matmul_reduce_scatter(
+    rows_RO: Tensor, weight: Tensor, cut: Cut, group: ProcessGroup, scaling: Scaling = None
+) -> Tensor:
     """The product of rows with a weight [D, O], summed over the group: this rank's positions [B, t, D]."""
     scattering = _ReduceScatters(rows_RO, weight.shape[0], cut, group)
+    side = right(weight.t(), scaling)
     for rows in rows_RO.chunk(cut.parts):
-        scattering.launch(torch.mm(rows, weight.t()))
+        scattering.launch(multiply(left(rows, scaling), side))
     return scattering.finish()
 
 
 def matmul_reduce_scatter_backward(
-    grad_BtD: Tensor, weight: Tensor, cut: Cut, group: ProcessGroup
+    grad_BtD: Tensor, weight: Tensor, cut: Cut, group: ProcessGroup, scaling: Scaling = None
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of the rows [R, O] and of the product [R, D], from which the weight's is computed."""
+    """The gradients of the rows [R, O] and of the product [R, D], from which `weight_gradient` computes the weight's."""
     gathering = _AllGathers(grad_BtD, cut, group)
     grad_RO = grad_BtD.new_empty(cut.rows, weight.shape[1])
+    side = right(weight, scaling)
     for grad, target in zip(gathering, grad_RO.chunk(cut.parts), strict=True):
-        torch.mm(grad, weight, out=target)
+        multiply(left(grad, scaling, of_gradient=True), side, out=target)
     return grad_RO, gathering.rows_RD

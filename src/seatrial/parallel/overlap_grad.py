@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from seatrial.parallel.collectives import needs_grad
+from seatrial.parallel.float8 import Scaling, weight_gradient
 from seatrial.parallel.overlap import (
     Cut,
     all_gather_matmul,
@@ -29,12 +30,16 @@ class Overlap:
 
     `in_parts`: communication is overlapped with products, part by part. `opaque`: forward passes are single operators for
     dispatch modes, so that selective activation checkpointing keeps their results instead of each buffer inside.
+    `scaling`: the products are in FP8 (`float8`).
     """
 
-    def __init__(self, group: ProcessGroup, *, in_parts: bool, opaque: bool = False) -> None:
+    def __init__(
+        self, group: ProcessGroup, *, in_parts: bool, opaque: bool = False, scaling: Scaling = None
+    ) -> None:
         self.group = group
         self.in_parts = in_parts
         self.opaque = opaque
+        self.scaling = scaling
         self.ranks = group.size()
         self.name = group.group_name  # how a compiled layer names the group
 
@@ -47,14 +52,16 @@ class Overlap:
     ) -> list[Tensor]:
         """`all_gather_matmul`, without autograd."""
         if self.opaque:
-            return all_gather_matmul_op(x_BtD, weights, biases, self.in_parts, self.name)
-        return all_gather_matmul(x_BtD, weights, biases, cut, self.group)
+            return all_gather_matmul_op(x_BtD, weights, biases, self.in_parts, self.name, self.scaling)
+        return all_gather_matmul(x_BtD, weights, biases, cut, self.group, self.scaling)
 
     def scattered_product(self, rows_RO: Tensor, weight: Tensor, cut: Cut) -> Tensor:
         """`matmul_reduce_scatter`, without autograd."""
         if self.opaque:
-            return matmul_reduce_scatter_op(rows_RO, weight, cut.sequences, self.in_parts, self.name)
-        return matmul_reduce_scatter(rows_RO, weight, cut, self.group)
+            return matmul_reduce_scatter_op(
+                rows_RO, weight, cut.sequences, self.in_parts, self.name, self.scaling
+            )
+        return matmul_reduce_scatter(rows_RO, weight, cut, self.group, self.scaling)
 
     def project(self, x_BtD: Tensor, *linears: nn.Module) -> list[Tensor]:
         """This rank's positions -> products of all positions with this rank's weights, rows in the order of parts.
@@ -65,7 +72,7 @@ class Overlap:
         biases = [linear.bias for linear in linears if linear.bias is not None]
         assert len(biases) in (0, len(weights))
         if torch.compiler.is_compiling():
-            outs = all_gather_matmul_op(x_BtD, weights, biases, self.in_parts, self.name)
+            outs = all_gather_matmul_op(x_BtD, weights, biases, self.in_parts, self.name, self.scaling)
         else:
             cut = self.cut(x_BtD.shape[0], x_BtD.shape[1])
             # Transposed, as the products use them: a view of a weight has its own autograd node, see `needs_grad`.
@@ -94,12 +101,10 @@ class RowParallelLinear(nn.Module):
         cut = self._overlap.cut(B, T // self._overlap.ranks)
         rows_RO = cut.in_parts(h_BTO) if self._in_order else h_BTO.reshape(B * T, width)
         if torch.compiler.is_compiling():
-            return matmul_reduce_scatter_op(
-                rows_RO, self.weight, B, self._overlap.in_parts, self._overlap.name
-            )
-        group = self._overlap.group
+            o = self._overlap
+            return matmul_reduce_scatter_op(rows_RO, self.weight, B, o.in_parts, o.name, o.scaling)
         view = self.weight.t()
-        marker = _SaveForGradients.apply(rows_RO, view, cut, group)
+        marker = _SaveForGradients.apply(rows_RO, view, cut, self._overlap)
         return _MatmulReduceScatter.apply(marker, rows_RO.detach(), view.detach(), cut, self._overlap)
 
 
@@ -110,7 +115,7 @@ class _AllGatherMatmul(torch.autograd.Function):
     def forward(ctx: Any, x_BtD: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         *tensors, ctx.cut, overlap, ctx.weights = rest
         views, biases = tensors[: ctx.weights], tensors[ctx.weights :]
-        ctx.biased, ctx.group = bool(biases), overlap.group
+        ctx.biased, ctx.group, ctx.scaling = bool(biases), overlap.group, overlap.scaling
         ctx.save_for_backward(x_BtD, *views)
         return tuple(overlap.gathered_products(x_BtD, [v.t() for v in views], biases, ctx.cut))
 
@@ -124,6 +129,7 @@ class _AllGatherMatmul(torch.autograd.Function):
             [view.t() for view in views],
             ctx.cut,
             ctx.group,
+            ctx.scaling,
             of_input=needs_grad(ctx, 0),
             of_weights=of_weights,
             biased=ctx.biased,
@@ -141,8 +147,8 @@ class _SaveForGradients(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows_RO: Tensor, view_OD: Tensor, cut: Cut, group: ProcessGroup) -> Tensor:
-        ctx.cut, ctx.group, ctx.gathered = cut, group, None
+    def forward(ctx: Any, rows_RO: Tensor, view_OD: Tensor, cut: Cut, overlap: Overlap) -> Tensor:
+        ctx.cut, ctx.group, ctx.scaling, ctx.gathered = cut, overlap.group, overlap.scaling, None
         ctx.save_for_backward(rows_RO, view_OD)
         # Has the result's shape without its memory: the gradient of the result flows back through it.
         return rows_RO.new_empty(()).expand(cut.sequences, cut.positions, view_OD.shape[1])
@@ -153,12 +159,15 @@ class _SaveForGradients(torch.autograd.Function):
         of_rows, of_weight = needs_grad(ctx, 0), needs_grad(ctx, 1)
         grad_RO, gathered, ctx.gathered = None, ctx.gathered, None
         if of_rows or gathered is None:
-            grad_RO, gathered = matmul_reduce_scatter_backward(grads[0], view_OD.t(), ctx.cut, ctx.group)
+            grad_RO, gathered = matmul_reduce_scatter_backward(
+                grads[0], view_OD.t(), ctx.cut, ctx.group, ctx.scaling
+            )
         if not of_weight:
             if ctx.needs_input_grad[1]:
                 ctx.gathered = gathered  # for the later pass for the weights
             return grad_RO, None, None, None
-        return grad_RO if of_rows else None, torch.mm(gathered.t(), rows_RO).t(), None, None
+        of_view = weight_gradient(gathered, rows_RO, ctx.scaling).t()
+        return grad_RO if of_rows else None, of_view, None, None
 
 
 class _MatmulReduceScatter(torch.autograd.Function):

@@ -28,6 +28,7 @@ _aten = torch.ops.aten
 _PRODUCTS = {
     _aten.mm.default: (1, 0),
     _aten.addmm.default: (2, 0),
+    _aten._scaled_mm.default: (1, 0),
     _aten._grouped_mm.default: (1, 1),
     matmul_reduce_scatter_op._opoverload: (1, 1),
 }

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from seatrial.base.box import Box
 from seatrial.model.decoder import Decoder, SparseMLP
 from seatrial.parallel.collectives import AllGatherPositions, ReduceScatterPositions
+from seatrial.parallel.float8 import Scaling
 from seatrial.parallel.lora import adapted, row_parallel
 from seatrial.parallel.overlap_grad import Overlap
 
@@ -98,11 +99,12 @@ def apply_tensor_parallel(
     *,
     in_parts: bool,
     opaque: bool = False,
+    scaling: Scaling = None,
 ) -> None:
     """Replace the weights of `model` (on the meta device) by this rank's parts, and insert the communication.
 
     `in_parts`: the layers' communication is overlapped with their matrix products, part by part (see `overlap`).
-    `opaque`: see `Overlap`.
+    `opaque`, `scaling`: see `Overlap`.
     """
     size = group.size()
     for name, parameter in list(model.named_parameters()):
@@ -115,7 +117,7 @@ def apply_tensor_parallel(
         # `cross_entropy` gathers its own parts.
         return (AllGatherPositions.apply(args[0], group), *args[1:]) if args[2] is None else args
 
-    overlap = Overlap(group, in_parts=in_parts, opaque=opaque)
+    overlap = Overlap(group, in_parts=in_parts, opaque=opaque, scaling=scaling)
     # One all-gather for q, k and v, and one for gate and up.
     for block in model.blocks:
         attention, mlp = block.self_attn, block.mlp

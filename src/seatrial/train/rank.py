@@ -340,6 +340,7 @@ def settings_of(job: Job) -> Settings:
         microbatches=job.microbatches,
         global_tokens=train.global_batch * train.sequence_length,
         precision=train.precision,
+        fp8_scaling=train.fp8_scaling,
         activation_checkpointing=train.activation_checkpointing,
         recompute_every_layers=train.recompute_every_layers,
         compile=train.compile,

@@ -41,7 +41,7 @@ def _write_sample(job: Job, folder: RunFolder, records: Records, device: torch.d
     step, place = found[0]
     if accelerator.is_accelerator(device):
         accelerator.release_cached_memory()
-    dtype = torch.bfloat16 if job.train.precision == "bf16" else torch.float32
+    dtype = torch.float32 if job.train.precision == "fp32" else torch.bfloat16
     need = job.architecture.parameters() * dtype.itemsize
     free = _free_memory(device)
     if need > 0.8 * free:

@@ -388,6 +388,31 @@ def test_a_model_with_experts_has_the_defaults_of_its_family() -> None:
 
 
 @pytest.mark.parametrize(
+    ("overrides", "at", "message"),
+    [
+        (("cluster.gpu=A100-80GB SXM",), "--set cluster.gpu=A100-80GB SXM", "A100-80GB SXM has no FP8 matrix products"),
+        (("cluster.gpu=MI300X",), "--set cluster.gpu=MI300X", "MI300X has other FP8 formats"),
+        (("model.lora={rank=4, alpha=8}",), "--set train.precision=fp8", "with [model.lora] is not supported"),
+        (EXPERTS, "--set train.precision=fp8", "with experts is not supported"),
+        (("parallel.tensor=1", "model.intermediate_size=1000"), "--set train.precision=fp8", "the intermediate_size is 1000"),
+        (("train.microbatch=1", "train.sequence_length=20"), "--set train.precision=fp8", "the microbatch x sequence_length is 20"),
+        (("train.fp8_scaling=tensorwise", "train.precision=bf16"), "--set train.fp8_scaling=tensorwise", "fp8_scaling has no effect"),
+    ],
+)  # fmt: skip
+def test_what_fp8_needs(overrides: tuple[str, ...], at: str, message: str) -> None:
+    found = only_problem("train.precision=fp8", *overrides)
+    assert message in found.message
+    assert found.hint
+    assert found.file == at
+
+
+def test_fp8_is_multiplied_where_the_gpu_can() -> None:
+    for gpu in ("H100 SXM", "B300 SXM", "MI355X"):
+        assert load(GOOD, "train.precision=fp8", f"cluster.gpu={gpu}").train.fp8_scaling == "rowwise"
+    assert load(GOOD, "train.precision=fp8", "train.fp8_scaling=tensorwise").train.fp8_scaling == "tensorwise"
+
+
+@pytest.mark.parametrize(
     ("overrides", "at", "message", "cure"),
     [
         (("model.num_experts_per_tok=9",), "--set model.num_experts_per_tok=9", "num_experts_per_tok 9 is more than num_experts 8", "model.num_experts_per_tok=8"),

@@ -21,8 +21,7 @@ from functools import cache, cached_property
 from importlib.resources import files
 from typing import Literal
 
-from seatrial.hardware.catalogue import Gpu, gpus
-from seatrial.plan.model.recipe import Precision
+from seatrial.hardware.catalogue import Gpu, Precision, gpus
 
 Kind = Literal["calibrated", "borrowed", "extrapolated"]
 # Normal quantile: 85 % lie within +- Z standard deviations.

@@ -124,7 +124,7 @@ def dry_run(
     """
     world = job.layout.world_size
     wanted = one_of_each(job) if ranks is None else list(ranks)
-    if job.architecture.num_experts and job.train.precision != "bf16":
+    if job.architecture.num_experts and job.train.precision == "fp32":
         raise InputError(
             "the dry run cannot trace experts in fp32: torch has shapes without data of grouped matrix products in bf16 only",
             hint='set train.precision = "bf16" for the dry run',

@@ -10,8 +10,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from seatrial.hardware.catalogue import Gpu
-from seatrial.plan.model.recipe import Precision
+from seatrial.hardware.catalogue import Gpu, Precision, peak_flops
 
 # Output tile of large kernels; both orders are tried (docs.nvidia.com, "Matrix Multiplication Background").
 TILE = (128, 256)
@@ -86,10 +85,10 @@ class Kernels:
     @cached_property
     def peak(self) -> float:
         """Dense FLOP/s of matrix products, from the data sheet."""
-        tflops = self.gpu.fp8_tflops if self.precision == "fp8" else self.gpu.bf16_tflops
-        if tflops is None or self.precision == "fp32":
+        peak = peak_flops(self.gpu, self.precision)
+        if peak is None:
             raise UnknownSpeedError(f"no peak is known for {self.precision} on {self.gpu.name}")
-        return tflops * 1e12
+        return peak
 
     @cached_property
     def best(self) -> float:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from seatrial.hardware.catalogue import Precision
 from seatrial.job.job import Job
 from seatrial.job.layout import Layout
 from seatrial.job.optimizers import ADAMW
@@ -18,8 +19,6 @@ Recompute = Literal["none", "attention", "operators", "alternate", "selective", 
 """What the backward pass recomputes: nothing; the attention core (arXiv:2205.05198); cheap operators and half of the
 matrix products (torchtitan's per-operator choice); every second layer; cheap operators (ours, `parallel/recompute.py`);
 every layer."""
-
-Precision = Literal["fp32", "bf16", "fp8"]
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,10 @@ _BACKWARD_ATTENTION = {
     _aten._scaled_dot_product_flash_attention_backward,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward,
 }
-_MATMUL = {_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.addmm_, _aten._grouped_mm}
+_MATMUL = {
+    *(_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm),
+    *(_aten.addmm_, _aten._grouped_mm, _aten._scaled_mm),
+}
 
 
 @dataclass

@@ -1,0 +1,149 @@
+"""Matrix products in FP8: both operands are cast just before the product, which adds up in fp32 and returns bf16.
+
+A cast multiplies by FP8's largest value over the largest one of the operand, so that nothing overflows and, in a healthy
+run, little underflows; no scale is remembered from step to step. "rowwise": one scale for each vector that is multiplied
+and added up, a power of 2, all values in e4m3. "tensorwise": one scale for the whole operand, output gradients in e5m2.
+As torchao's recipes of these names (arXiv:2209.05433 for the formats). NaN and infinity become NaN in all that they touch.
+
+    forward           Y [R, O] = X [R, I]  W [O, I]^T
+    input gradient    dX [R, I] = dY [R, O]  W [O, I]
+    weight gradient   dW [O, I] = dY^T [O, R]  X [R, I]
+
+Saved for the backward pass are the operands themselves: the three products add up over different dimensions, along which
+"rowwise" scales.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from seatrial.job.schema import Fp8Scaling
+from seatrial.model.decoder import Decoder
+from seatrial.parallel.collectives import needs_grad
+
+Scaling = Fp8Scaling | None
+"""None: products as their operands are."""
+
+_SMALLEST = 1e-12  # of the largest value: zeros are divided by it
+_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class Operand(NamedTuple):
+    """One side of a product, in FP8 or as it is."""
+
+    values: Tensor
+    scale: Tensor | None  # fp32: what values are multiplied with; None: as they are
+    dtype: torch.dtype  # of the product
+    of_gradient: bool
+
+
+def left(x_RK: Tensor, scaling: Scaling, *, of_gradient: bool = False) -> Operand:
+    """The left side of a product; `of_gradient`: it is an output gradient."""
+    if scaling is None:
+        return Operand(x_RK, None, x_RK.dtype, of_gradient)
+    wide = of_gradient and scaling == "tensorwise"
+    values, scale = _cast(x_RK, scaling, torch.float8_e5m2 if wide else torch.float8_e4m3fn)
+    return Operand(values, scale, x_RK.dtype, of_gradient)
+
+
+def right(x_KR: Tensor, scaling: Scaling) -> Operand:
+    """The right side of a product."""
+    if scaling is None:
+        return Operand(x_KR, None, x_KR.dtype, False)
+    # GPUs multiply rows with columns, each contiguous.
+    values, scale = _cast(x_KR.t(), scaling, torch.float8_e4m3fn)
+    return Operand(values.t(), scale.t(), x_KR.dtype, False)
+
+
+def multiply(a: Operand, b: Operand, *, out: Tensor | None = None) -> Tensor:
+    """Their product, in `out` if given."""
+    if a.scale is None:
+        return torch.mm(a.values, b.values, out=out)
+    assert b.scale is not None
+    # Hopper adds up faster in less than fp32, which costs accuracy: not for gradients. Its kernel with a scale for each row is
+    # slow without that, so such scales are applied to the result.
+    after = a.of_gradient and a.scale.numel() * b.scale.numel() > 1
+    one = a.scale.new_ones(())
+    scales = (one, one) if after else (a.scale, b.scale)
+    fast = not a.of_gradient
+    result = torch._scaled_mm(a.values, b.values, *scales, out_dtype=a.dtype, use_fast_accum=fast, out=out)
+    return result.mul_(a.scale * b.scale) if after else result
+
+
+def weight_gradient(grad_RO: Tensor, x_RI: Tensor, scaling: Scaling) -> Tensor:
+    """[O, I]."""
+    return multiply(left(grad_RO.t(), scaling, of_gradient=True), right(x_RI, scaling))
+
+
+def _cast(x_RK: Tensor, scaling: Fp8Scaling, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """FP8 values [R, K], contiguous, and what they must be multiplied with, fp32 [R, 1] or [1, 1]."""
+    dims = 1 if scaling == "rowwise" else (0, 1)
+    # The largest |x|, in one kernel and without a copy.
+    largest = torch.linalg.vector_norm(x_RK, float("inf"), dims, keepdim=True)
+    scale = (torch.finfo(dtype).max / largest.double().clamp(min=_SMALLEST)).float()
+    if scaling == "rowwise":
+        scale = torch.exp2(scale.log2().floor())
+    return (x_RK * scale).to(dtype).contiguous(), scale.reciprocal()
+
+
+class Float8Linear(nn.Module):
+    """A linear layer that multiplies in FP8; its bias is added in the input's precision."""
+
+    def __init__(self, linear: nn.Linear, scaling: Fp8Scaling) -> None:
+        """With the parameters of `linear`."""
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+        self._scaling = scaling
+
+    def forward(self, x_BTI: Tensor) -> Tensor:
+        x_RI = x_BTI.flatten(0, 1)
+        view_IO = self.weight.t()  # has its own autograd node, see `needs_grad`
+        marker_RO = _SaveForGradients.apply(x_RI, view_IO, self._scaling)
+        out_RO = _Product.apply(marker_RO, x_RI.detach(), view_IO.detach(), self._scaling)
+        out_BTO: Tensor = out_RO.view(*x_BTI.shape[:2], -1)
+        return out_BTO if self.bias is None else out_BTO + self.bias
+
+
+class _SaveForGradients(torch.autograd.Function):
+    """Saves what the gradients of `_Product` need, and computes them. Why apart: see that of `overlap_grad`."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RI: Tensor, view_IO: Tensor, scaling: Scaling) -> Tensor:
+        ctx.scaling = scaling
+        ctx.save_for_backward(x_RI, view_IO)
+        return x_RI.new_empty(()).expand(x_RI.shape[0], view_IO.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x_RI, view_IO = ctx.saved_tensors
+        of_x = of_view = None
+        if needs_grad(ctx, 0):
+            side = right(view_IO.t(), ctx.scaling)
+            of_x = multiply(left(grads[0], ctx.scaling, of_gradient=True), side)
+        if needs_grad(ctx, 1):
+            of_view = weight_gradient(grads[0], x_RI, ctx.scaling).t()
+        return of_x, of_view, None
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, marker_RO: Tensor, x_RI: Tensor, view_IO: Tensor, scaling: Scaling) -> Tensor:
+        return multiply(left(x_RI, scaling), right(view_IO, scaling))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return grads[0], None, None, None
+
+
+def apply_float8(model: Decoder, scaling: Fp8Scaling) -> None:
+    """Let the linear layers of every decoder layer that is not split multiply in FP8. See `Overlap` for split ones."""
+    for block in model.blocks:
+        for module in (block.self_attn, block.mlp):
+            assert not isinstance(module, nn.Linear)
+            for name, linear in list(module.named_children()):
+                if name in _LAYERS:
+                    assert type(linear) is nn.Linear
+                    setattr(module, name, Float8Linear(linear, scaling))
