@@ -138,7 +138,8 @@ class NodeSampler:
         from seatrial.control.telemetry.serve import serve
 
         try:
-            serve(self, self._folder, self._settings.node, self._settings.address, port)
+            own = self._folder, self._settings.node
+            serve(self.newest, self.coordinates, *own, self._settings.address, port)
         except OSError as error:
             where = f"{self._settings.address}:{port}"
             self.report("serve", f"/metrics is not served at {where}: {error.strerror or error}")

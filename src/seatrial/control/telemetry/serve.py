@@ -5,8 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, start_http_server
 
@@ -16,25 +15,29 @@ from seatrial.record.folder import RunFolder
 from seatrial.record.run_series import RunSeries
 from seatrial.record.series import series
 
-if TYPE_CHECKING:
-    from seatrial.control.telemetry.node_sampler import NodeSampler
-
 _RUN_EVERY_S, _RUN_OLD_S = 5.0, 60.0
 
 
-def serve(sampler: NodeSampler, folder: RunFolder, node: int, address: str, port: int) -> None:
+def serve(
+    newest: Callable[[], dict[str, float]],
+    coordinates: threading.Event,
+    folder: RunFolder,
+    node: int,
+    address: str,
+    port: int,
+) -> None:
     """Serve scrapes in separate threads from the latest values: no scrape waits for a driver or a file system.
 
-    The coordinator's node serves the series of the run too. Raises OSError, for example if the port is taken.
+    The coordinator's node, where `coordinates` is set, serves the series of the run too. Raises OSError, for example if the port is taken.
     """
     host = socket.gethostname()
     info = series("run_info", run=folder.path.absolute().name, node=node, host=host, version=__version__)
     run: list[tuple[float, dict[str, float]]] = [(-_RUN_OLD_S, {})]  # when it was read, monotonic; what
 
     def read() -> Iterable[Labelled]:
-        yield {"node": str(node)}, {info: 1.0, **sampler.newest()}
+        yield {"node": str(node)}, {info: 1.0, **newest()}
         at, values = run[0]
-        if sampler.coordinates.is_set() and time.monotonic() - at < _RUN_OLD_S:
+        if coordinates.is_set() and time.monotonic() - at < _RUN_OLD_S:
             yield {}, values
 
     registry = CollectorRegistry()
@@ -44,7 +47,7 @@ def serve(sampler: NodeSampler, folder: RunFolder, node: int, address: str, port
     def follow() -> None:
         reader = RunSeries(folder)
         while True:
-            sampler.coordinates.wait()
+            coordinates.wait()
             run[0] = time.monotonic(), reader.read(time.time())
             time.sleep(_RUN_EVERY_S)
 
