@@ -15,6 +15,7 @@ Saved for the backward pass are the operands themselves: the three products add 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -65,12 +66,12 @@ def multiply(a: Operand, b: Operand, *, out: Tensor | None = None) -> Tensor:
     assert b.scale is not None
     # Hopper adds up faster in less than fp32, which costs accuracy: not for gradients. Its kernel with a scale for each row is
     # slow without that, so such scales are applied to the result.
-    after = a.of_gradient and a.scale.numel() * b.scale.numel() > 1
-    one = a.scale.new_ones(())
-    scales = (one, one) if after else (a.scale, b.scale)
     fast = not a.of_gradient
-    result = torch._scaled_mm(a.values, b.values, *scales, out_dtype=a.dtype, use_fast_accum=fast, out=out)
-    return result.mul_(a.scale * b.scale) if after else result
+    product = partial(torch._scaled_mm, a.values, b.values, out_dtype=a.dtype, use_fast_accum=fast, out=out)
+    if fast or a.scale.numel() * b.scale.numel() == 1:
+        return product(a.scale, b.scale)
+    one = a.scale.new_ones(())
+    return product(one, one).mul_(a.scale * b.scale)
 
 
 def weight_gradient(grad_RO: Tensor, x_RI: Tensor, scaling: Scaling) -> Tensor:
