@@ -15,6 +15,7 @@ from seatrial.plan.cost.collectives import Fabric
 from seatrial.plan.cost.kernels import MEMORY_SHARE, MEMORY_SOURCE, PROCESSORS_SOURCE, Kernels
 from seatrial.plan.cost.memory import FRAGMENTATION, FRAGMENTATION_SOURCE, RUNTIME_SOURCE, Memory, memory
 from seatrial.plan.cost.memory_fit import SURE, MemoryFit, judge, shipped_errors
+from seatrial.plan.cost.overlap import OURS
 from seatrial.plan.cost.stacks import Stack, stacks
 from seatrial.plan.cost.step import SLOWER_BY_DOUBLING, SLOWER_SOURCE, Parts, Traffic, step_parts, traffic
 from seatrial.plan.model.cluster import Cluster
@@ -127,7 +128,7 @@ def predict(
         memory=held,
         available=capacity(cluster),
         pace=pace,
-        provenance=_provenance(cluster, behaviour, pace),
+        provenance=_provenance(cluster, behaviour, pace, recipe),
         _of=(model, recipe, fabric, behaviour),
     )
 
@@ -164,7 +165,7 @@ def waterfall(model: Architecture, recipe: Recipe, parts: Parts, peak: float) ->
     return tuple(Share(name, s / total, s) for name, s in seconds.items())
 
 
-def _provenance(cluster: Cluster, stack: Stack, pace: Pace) -> tuple[str, ...]:
+def _provenance(cluster: Cluster, stack: Stack, pace: Pace, recipe: Recipe) -> tuple[str, ...]:
     entries = [
         f"kernels: {cluster.gpu.name}, {cluster.gpu.source}",
         f"pace {pace.value:.2f}, x {pace.factors.operators:.2f} for memory-bound operators, x "
@@ -173,6 +174,11 @@ def _provenance(cluster: Cluster, stack: Stack, pace: Pace) -> tuple[str, ...]:
     ]
     if cluster.gpu.best_bf16_tflops is None:
         entries.append("GEMMs: no measurement of this GPU; 0.75 of its peak is assumed")
+    if recipe.precision == "fp8" and stack.name in OURS:
+        entries.append(
+            "FP8 of this trainer: not measured; casts are counted as joined with their neighbours, which they are only "
+            "compiled and without tensor parallel"
+        )
     entries.append(f"streaming multiprocessors: {PROCESSORS_SOURCE}")
     entries.append(
         f"stragglers: kernels are {SLOWER_BY_DOUBLING:.1%} slower with every doubling of the GPUs, {SLOWER_SOURCE}"
