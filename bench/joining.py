@@ -29,11 +29,11 @@ from seatrial.base.event_loop import EventLoop
 from seatrial.base.lines import Channel
 from seatrial.control.agent.journal import Journal
 from seatrial.control.agent.member import Member
-from seatrial.control.agent.spec import AgentSpec
 from seatrial.control.coordinator.coordinator import Coordinator
 from seatrial.control.net.acceptor import Acceptor
 from seatrial.control.net.lease import Hold, Lease, Leases
 from seatrial.control.net.wire import Incoming, Listener
+from seatrial.control.node.spec import AgentSpec
 from seatrial.job import Job, job_from_text
 from seatrial.record import messages as msg
 from seatrial.record.events import read_events

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
-from seatrial.control.agent.external import Child
+from seatrial.control.node.external import Child
 from seatrial.control.telemetry.host import HostLoad
 from seatrial.control.telemetry.node_sampler import NodeSampler, SamplerSettings
 from seatrial.hardware.tcp import Connection

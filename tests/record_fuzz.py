@@ -33,9 +33,9 @@ from saving import new_manifest, save_whole
 from seatrial.base.errors import SeatrialError
 from seatrial.checkpoint.manifest import MANIFEST, Progress
 from seatrial.cli.main import main as seatrial
-from seatrial.control.agent.spec import AgentSpec
 from seatrial.control.coordinator.handover import recall
 from seatrial.control.net.lease import Lease, Leases, last_term
+from seatrial.control.node.spec import AgentSpec
 from seatrial.data.manifest import read_manifest
 from seatrial.data.prepare import prepare
 from seatrial.job import Job, job_from_text, preset_text

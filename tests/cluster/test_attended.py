@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from seatrial.base import process
-from seatrial.control.agent.spec import AgentSpec
 from seatrial.control.net.lease import Lease, Leases
+from seatrial.control.node.spec import AgentSpec
 from seatrial.launch import attended
 from seatrial.launch.agents import AgentHandle, start_agent
 from seatrial.launch.attended import AttendedRun

@@ -15,9 +15,9 @@ from driver import JOB
 from recovery_runs import STEPS, Begin, Trial, assert_same, beginning, lines, make_folder, one_node
 
 from conftest import TIMEOUT_S
-from seatrial.control.agent.spec import AgentSpec
 from seatrial.control.net.lease import Lease, Leases
 from seatrial.control.net.wire import Incoming, Listener
+from seatrial.control.node.spec import AgentSpec
 from seatrial.job import job_from_text
 from seatrial.record.folder import RunFolder
 from seatrial.record.inputs import freeze

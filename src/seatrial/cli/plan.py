@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from seatrial.hardware.networks import Network
     from seatrial.job import Job
     from seatrial.plan.cost.calibration import Calibration
+    from seatrial.plan.measured.rates import Measured
     from seatrial.plan.model.hardware import Hardware
     from seatrial.plan.report.advice import TargetValue
     from seatrial.plan.report.answer import Answer, PlanOptions
     from seatrial.plan.report.dryrun_comparison import DryRunComparison
-    from seatrial.plan.report.measured import Measured
 
 # Table width: narrower lines show nothing useful, wider ones are hard to read.
 _LEAST, _MOST, _PIPE = 60, 140, 100
@@ -108,8 +108,8 @@ def _output_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exit code: 0; 1 if the job's own layout does not fit (with --fit: if no layout fits). Raises InputError."""
     from seatrial.plan.cost.calibration import shipped
+    from seatrial.plan.measured.rates import measured_rates
     from seatrial.plan.report.answer import answer
-    from seatrial.plan.report.measured import measured_rates
 
     wishes, job = _read(args)
     measured = measured_rates(args.runs / job.name, job)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from seatrial.base import process
 from seatrial.checkpoint.manifest import complete, read_manifest, step_of
-from seatrial.control.agent.spec import FORK_SERVER_MODULE, WORKER_MODULE
+from seatrial.control.node.spec import FORK_SERVER_MODULE, WORKER_MODULE
 from seatrial.data.manifest import MANIFEST
 from seatrial.drill import run as runs
 from seatrial.drill.injection import Injection, Planted, record_injection

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from seatrial.base import process
 from seatrial.base.errors import EXIT_DONE, SeatrialError
-from seatrial.control.agent.spec import WORKER_MODULE
+from seatrial.control.node.spec import WORKER_MODULE
 from seatrial.job import load_job
 from seatrial.launch import LocalLauncher
 from seatrial.launch.netns import Hosts

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from seatrial.base import process
 from seatrial.base.lines import Channel
-from seatrial.control.agent.spec import AgentSpec, clean_environment
+from seatrial.control.node.spec import AgentSpec, clean_environment
 
 
 @dataclass

@@ -20,8 +20,8 @@ from seatrial.base.errors import EXIT_INTERRUPTED, InputError
 from seatrial.base.event_loop import EventLoop
 from seatrial.base.signals import SignalQueue
 from seatrial.control.agent.launcher_link import HEARTBEAT_S, SILENT_S
-from seatrial.control.agent.spec import AgentSpec
 from seatrial.control.net import lease
+from seatrial.control.node.spec import AgentSpec
 from seatrial.launch.agents import AgentHandle, end_agents
 from seatrial.launch.base import Outcome
 from seatrial.launch.evidence import agent_failure, completed

@@ -11,7 +11,7 @@ from seatrial.base import process
 from seatrial.base.address import route
 from seatrial.base.errors import InputError
 from seatrial.control.agent.agent import Agent
-from seatrial.control.agent.spec import spec_of
+from seatrial.control.node.spec import spec_of
 from seatrial.hardware.devices import choose_device
 from seatrial.launch import named
 from seatrial.launch.base import Identity, Scheduled

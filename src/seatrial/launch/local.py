@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from seatrial.base import process
 from seatrial.base.errors import InputError
-from seatrial.control.agent.environment import Variable
 from seatrial.control.agent.ports import check_loopback, check_port
-from seatrial.control.agent.spec import WORKER_MODULE, AgentSpec, spec_of
+from seatrial.control.node.environment import Variable
+from seatrial.control.node.spec import WORKER_MODULE, AgentSpec, spec_of
 from seatrial.hardware.devices import choose_device, visible_devices
 from seatrial.hardware.topology import cpu_list
 from seatrial.launch.agents import AgentHandle, start_agent

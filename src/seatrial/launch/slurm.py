@@ -28,7 +28,7 @@ from seatrial.check.reports.report_exclude import slurm as hostlist
 from seatrial.job.finding import RuleViolation
 from seatrial.job.schema_launchers import SlurmSection
 from seatrial.launch.base import LEAVE, NO_OUTCOME, Identity, Status
-from seatrial.plan.report.measured import MOST_DAYS
+from seatrial.plan.measured.rates import MOST_DAYS
 from seatrial.record.folder import RunFolder
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from seatrial.check.live.agent_pool import AgentPool
 from seatrial.check.live.hosts import Host, ssh_hosts
 from seatrial.check.live.messages import RunTool
 from seatrial.control.agent.local_settings import ssh_route
-from seatrial.control.agent.spec import AUTO, AgentSpec, spec_of
+from seatrial.control.node.spec import AUTO, AgentSpec, spec_of
 from seatrial.hardware.devices import choose_device
 from seatrial.job.finding import RuleViolation
 from seatrial.job.schema import ClusterSection

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from seatrial.plan.cost.calibration import shipped
+from seatrial.plan.measured.rates import measured_rates
 from seatrial.plan.model.hardware import hardware_of
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.report.advice import Predictor
-from seatrial.plan.report.measured import measured_rates
 from seatrial.plan.report.step_waterfall import StepWaterfall, step_waterfall
 from seatrial.plan.search.scaling import Point, scaling
 from seatrial.record.folder import RunFolder

@@ -9,6 +9,7 @@ from seatrial.base import units
 from seatrial.job.architecture import Architecture
 from seatrial.plan.cost.calibration import Z
 from seatrial.plan.cost.predict import Prediction
+from seatrial.plan.measured.runs import ENOUGH_STEPS, ONE_RUN
 from seatrial.plan.report.advice import (
     FURTHEST,
     Crossover,
@@ -18,7 +19,6 @@ from seatrial.plan.report.advice import (
     short,
 )
 from seatrial.plan.report.answer import Answer
-from seatrial.plan.report.measured_runs import ENOUGH_STEPS, ONE_RUN
 from seatrial.plan.report.waterfall import waterfall_of
 from seatrial.plan.search.search import TIE_MARGIN, Choice
 from seatrial.ui import figures

@@ -75,10 +75,10 @@ def _prediction(view: RunView, ranks: int | None) -> tuple[Prediction | None, st
         return None, "ranks are CPU processes, for which speed is not predicted"
     from seatrial.job.loading import load_job
     from seatrial.plan.cost.calibration import shipped
+    from seatrial.plan.measured.rates import measured_rates
     from seatrial.plan.model.hardware import hardware_of
     from seatrial.plan.model.recipe import Recipe
     from seatrial.plan.report.advice import Predictor
-    from seatrial.plan.report.measured import measured_rates
 
     job = load_job(view.folder.job_toml)
     if ranks not in (None, job.layout.world_size):

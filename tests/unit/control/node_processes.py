@@ -13,9 +13,9 @@ from wired import Pump
 
 from rank_specs import rank_spec
 from seatrial.base import process
-from seatrial.control.agent.spec import AgentSpec
 from seatrial.control.agent.worker import Worker
 from seatrial.control.agent.workers import Workers
+from seatrial.control.node.spec import AgentSpec
 from seatrial.record import messages as msg
 
 HERE = Path(__file__).parent

@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 import pytest
 from wired import SECRET, Pump, agent_joins, link_pair
 
-from seatrial.control.agent.spec import AgentSpec
 from seatrial.control.coordinator import confirm
 from seatrial.control.coordinator import peers as peers_module
 from seatrial.control.coordinator.coordinator import Coordinator
-from seatrial.control.hangs.hang_watch import Culprit
+from seatrial.control.coordinator.hang_watch import Culprit
 from seatrial.control.net.lease import Lease, Leases
 from seatrial.control.net.wire import Listener
+from seatrial.control.node.spec import AgentSpec
 from seatrial.job import Job, job_from_text
 from seatrial.record import messages as msg
 from seatrial.record.events import read_events

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
-from seatrial.control.agent.environment import Facts, NodeEnvironment, Variable, assignments, node_variables
+from seatrial.control.node.environment import Facts, NodeEnvironment, Variable, assignments, node_variables
 from seatrial.hardware.topology import Gpu, Ports
 
 CUDA = Facts(

@@ -11,7 +11,7 @@ import pytest
 
 from seatrial.base import process
 from seatrial.base.lines import Channel
-from seatrial.control.agent.external import Child, External, ExternalResult
+from seatrial.control.node.external import Child, External, ExternalResult
 
 
 @pytest.fixture(autouse=True)

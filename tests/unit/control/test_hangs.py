@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from seatrial.control.coordinator.hang_watch import Culprit, HangWatch
 from seatrial.control.coordinator.recorder import Recorder
-from seatrial.control.hangs.hang_watch import Culprit, HangWatch
 from seatrial.control.machine.world import World
 from seatrial.control.net.lease import Lease
 from seatrial.job.layout import Layout

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from wired import Pump
 
-from seatrial.control.agent.external import ExternalResult
-from seatrial.control.agent.spec import AgentSpec
 from seatrial.control.hardware import hardware_monitor as hardware_monitor_module
 from seatrial.control.hardware.hardware_monitor import KERNEL_LOG, HardwareMonitor
+from seatrial.control.node.external import ExternalResult
+from seatrial.control.node.spec import AgentSpec
 from seatrial.job.schema import ResilienceSection
 from seatrial.record import messages as msg
 

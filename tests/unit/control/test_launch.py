@@ -11,9 +11,9 @@ import pytest
 
 from presets import preset_job
 from seatrial.base.errors import InputError
-from seatrial.control.agent import spec
 from seatrial.control.agent.ports import check_port, free_port, is_free
-from seatrial.control.agent.spec import parse_agent_arguments
+from seatrial.control.node import spec
+from seatrial.control.node.spec import parse_agent_arguments
 from seatrial.hardware.topology import Gpu
 from seatrial.job import Job
 from seatrial.launch import LocalLauncher, Outcome, launcher_for, local, session

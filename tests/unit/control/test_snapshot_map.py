@@ -10,9 +10,9 @@ import pytest
 
 from seatrial.checkpoint.local_place import LocalPlace
 from seatrial.checkpoint.memory import layout_key
+from seatrial.control.coordinator.snapshot_map import SnapshotMap
 from seatrial.control.machine.world import World
 from seatrial.control.snapshots import transfer
-from seatrial.control.snapshots.snapshot_map import SnapshotMap
 from seatrial.job.layout import Layout
 from seatrial.job.shapes import Shape
 from seatrial.record import messages as msg

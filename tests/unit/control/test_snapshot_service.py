@@ -17,9 +17,9 @@ from wired import SECRET, Pump
 from seatrial.base import process
 from seatrial.checkpoint import memory
 from seatrial.checkpoint.memory import Snapshot
-from seatrial.control.agent.spec import AgentSpec
 from seatrial.control.net.acceptor import Acceptor
 from seatrial.control.net.wire import Incoming, Listener, Outgoing
+from seatrial.control.node.spec import AgentSpec
 from seatrial.control.snapshots import transfer
 from seatrial.control.snapshots.snapshot_buffers import Held
 from seatrial.control.snapshots.snapshot_service import SnapshotService

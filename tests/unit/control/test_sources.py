@@ -17,11 +17,11 @@ import pytest
 
 from seatrial.base import process
 from seatrial.base.kernel_files import KMSG
-from seatrial.control.agent.external import Child
 from seatrial.control.hardware import probe, sources
 from seatrial.control.hardware.kernel_log import KernelLog
 from seatrial.control.hardware.sources import Signal, Sources, gpu_addresses
 from seatrial.control.hardware.xid_gate import BURST_S, HOLD_S, NVML_HOLD_S, RECORD_BURST_S, XidGate
+from seatrial.control.node.external import Child
 from seatrial.hardware.counters import changes
 from seatrial.hardware.xid import XidMessage, parse
 from seatrial.record.node_counters import GpuCounters, GpuUse, PortCounters, read_counters

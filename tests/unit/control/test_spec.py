@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from presets import preset_job
-from seatrial.control.agent.environment import assignments
-from seatrial.control.agent.spec import AgentSpec, clean_environment, parse_agent_arguments
+from seatrial.control.node.environment import assignments
+from seatrial.control.node.spec import AgentSpec, clean_environment, parse_agent_arguments
 
 job = partial(preset_job, "first-voyage")
 
@@ -71,7 +71,7 @@ def test_logs_lie_by_generation_and_node() -> None:
 
 
 def test_the_environment_follows_the_host_and_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("seatrial.control.agent.spec.usable_cores", lambda: 64)
+    monkeypatch.setattr("seatrial.control.node.spec.usable_cores", lambda: 64)
     cpu = assignments(spec(interface="lo").node_environment(job(), {}).variables)
     assert (cpu["OMP_NUM_THREADS"], cpu["TORCH_FR_BUFFER_SIZE"], cpu["GLOO_SOCKET_IFNAME"]) == (
         "1",

@@ -19,8 +19,8 @@ import pytest
 from wired import Pump
 
 from presets import preset_job
-from seatrial.control.agent.external import Child
-from seatrial.control.agent.spec import AgentSpec
+from seatrial.control.node.external import Child
+from seatrial.control.node.spec import AgentSpec
 from seatrial.control.telemetry import node_sampler
 from seatrial.control.telemetry import telemetry as telemetry_module
 from seatrial.control.telemetry.targets import metrics_port, write_targets

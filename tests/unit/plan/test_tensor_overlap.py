@@ -16,6 +16,7 @@ from seatrial.hardware.networks import networks
 from seatrial.job.layout import Layout
 from seatrial.job.models import model_presets
 from seatrial.job.parts import MOST, parts
+from seatrial.plan.cost import work as work_module
 from seatrial.plan.cost.accumulate import accumulate_options
 from seatrial.plan.cost.collectives import Fabric
 from seatrial.plan.cost.kernels import Kernels
@@ -32,10 +33,9 @@ from seatrial.plan.cost.overlap import (
 from seatrial.plan.cost.predict import predict, stack_for
 from seatrial.plan.cost.stacks import stacks
 from seatrial.plan.cost.step import rank_traffic
-from seatrial.plan.model import work as work_module
+from seatrial.plan.cost.work import tensor_group, work
 from seatrial.plan.model.cluster import Cluster
 from seatrial.plan.model.recipe import Recipe
-from seatrial.plan.model.work import tensor_group, work
 from seatrial.plan.search.search import legal, search
 
 EXAMPLES = settings(max_examples=40, deadline=None)

@@ -14,9 +14,9 @@ from auto_cases import all_reduce, gpu_rates, job, made, rails, report, storage
 
 from seatrial.plan.cost.calibration import shipped
 from seatrial.plan.cost.predict import predict
+from seatrial.plan.measured.rates import measured_rates
 from seatrial.plan.model.hardware import hardware_of
 from seatrial.plan.model.recipe import Recipe
-from seatrial.plan.report.measured import measured_rates
 
 pytestmark = pytest.mark.cluster  # slow together
 

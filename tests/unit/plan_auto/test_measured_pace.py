@@ -14,9 +14,9 @@ from seatrial.hardware.catalogue import find_gpu
 from seatrial.hardware.networks import find_network
 from seatrial.plan.cost.calibration import shipped
 from seatrial.plan.cost.predict import predict
+from seatrial.plan.measured.rates import measured_rates
 from seatrial.plan.model.cluster import Cluster
 from seatrial.plan.model.recipe import Recipe
-from seatrial.plan.report.measured import measured_rates
 
 H100 = find_gpu("H100 SXM")
 assert H100 is not None

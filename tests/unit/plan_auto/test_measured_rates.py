@@ -14,9 +14,9 @@ from seatrial.hardware.catalogue import find_gpu
 from seatrial.hardware.networks import find_network
 from seatrial.plan.cost.collectives import Fabric
 from seatrial.plan.cost.kernels import Kernels
+from seatrial.plan.measured.rates import Measured, measured_rates
 from seatrial.plan.model.cluster import Cluster, Group
 from seatrial.plan.model.hardware import hardware_of
-from seatrial.plan.report.measured import Measured, measured_rates
 
 H100 = find_gpu("H100 SXM")
 NDR = find_network("InfiniBand NDR 8x400")

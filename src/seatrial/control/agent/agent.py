@@ -28,7 +28,6 @@ from seatrial.base.errors import (
 from seatrial.base.event_loop import EventLoop
 from seatrial.base.lines import Channel
 from seatrial.base.signals import SignalQueue
-from seatrial.control.agent.environment import NodeEnvironment, assignments
 from seatrial.control.agent.errors import tail_of, with_error
 from seatrial.control.agent.inspect import Inspection
 from seatrial.control.agent.journal import Journal
@@ -36,7 +35,6 @@ from seatrial.control.agent.launcher_link import LauncherLink
 from seatrial.control.agent.local_settings import resolve_auto
 from seatrial.control.agent.member import Member
 from seatrial.control.agent.ports import free_port
-from seatrial.control.agent.spec import AgentSpec, parse_agent_arguments
 from seatrial.control.agent.watchdog import Watchdog
 from seatrial.control.agent.worker import Worker
 from seatrial.control.agent.workers import Workers
@@ -45,6 +43,8 @@ from seatrial.control.hardware.hardware_monitor import HardwareMonitor
 from seatrial.control.net.acceptor import Acceptor
 from seatrial.control.net.lease import Hold
 from seatrial.control.net.wire import Incoming, Link, Listener
+from seatrial.control.node.environment import NodeEnvironment, assignments
+from seatrial.control.node.spec import AgentSpec, parse_agent_arguments
 from seatrial.control.snapshots.snapshot_service import SnapshotService
 from seatrial.control.telemetry.telemetry import Telemetry
 from seatrial.job import Job

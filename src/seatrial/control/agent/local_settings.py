@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from seatrial.base.address import Route, route
-from seatrial.control.agent.spec import AUTO, AgentSpec
+from seatrial.control.node.spec import AUTO, AgentSpec
 from seatrial.hardware.devices import choose_device
 from seatrial.job.schema import ClusterSection
 from seatrial.record.inputs import frozen, job_of

@@ -20,12 +20,12 @@ from typing import Any
 from seatrial.base import process
 from seatrial.base.complain import complain
 from seatrial.base.lines import Channel
-from seatrial.control.agent.environment import THREADS, assignments
 from seatrial.control.agent.grace import Grace
 from seatrial.control.agent.oom import OomWatch
-from seatrial.control.agent.spec import AgentSpec, clean_environment
 from seatrial.control.agent.worker import Worker
 from seatrial.control.net.wire import ACCEPT_AT_ONCE
+from seatrial.control.node.environment import THREADS, assignments
+from seatrial.control.node.spec import AgentSpec, clean_environment
 from seatrial.record import messages as msg
 
 ReportRank = Callable[[Worker, msg.FromRank | msg.RankStarted | msg.RankExited], None]

@@ -15,27 +15,27 @@ from typing import Any
 
 from seatrial.base.complain import complain
 from seatrial.checkpoint.place import checkpoint_urls
-from seatrial.control.agent.spec import AgentSpec
 from seatrial.control.coordinator.confirm import Confirmations
 from seatrial.control.coordinator.ending import Ending
 from seatrial.control.coordinator.executor import Executor
 from seatrial.control.coordinator.handover import recall
+from seatrial.control.coordinator.hang_watch import Culprit, HangWatch
 from seatrial.control.coordinator.links import RoundTrips
 from seatrial.control.coordinator.monitor import MonitorProcess
 from seatrial.control.coordinator.peers import Peer, Peers
 from seatrial.control.coordinator.recorder import Recorder
 from seatrial.control.coordinator.rejoin_probe import RejoinProbe
 from seatrial.control.coordinator.settings import machine_settings
+from seatrial.control.coordinator.snapshot_map import SnapshotMap
 from seatrial.control.coordinator.steps import Steps
 from seatrial.control.coordinator.verdicts import Verdicts
-from seatrial.control.hangs.hang_watch import Culprit, HangWatch
 from seatrial.control.machine import types as m
 from seatrial.control.machine.machine import Machine
 from seatrial.control.machine.policy import rule_for
 from seatrial.control.machine.world import World
 from seatrial.control.net.lease import Hold, Succeeded
 from seatrial.control.net.wire import Link
-from seatrial.control.snapshots.snapshot_map import SnapshotMap
+from seatrial.control.node.spec import AgentSpec
 from seatrial.control.telemetry.targets import write_targets
 from seatrial.job import Job
 from seatrial.job.shapes import shapes

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from seatrial.base.complain import complain
-from seatrial.control.agent.spec import AgentSpec
 from seatrial.control.coordinator.peers import Peers
 from seatrial.control.coordinator.recorder import Recorder
+from seatrial.control.coordinator.snapshot_map import SnapshotMap
 from seatrial.control.machine import types as m
 from seatrial.control.machine.world import World
 from seatrial.control.net.lease import Hold
-from seatrial.control.snapshots.snapshot_map import SnapshotMap
+from seatrial.control.node.spec import AgentSpec
 from seatrial.job import Job
 from seatrial.job.shapes import Shape
 from seatrial.record import messages as msg

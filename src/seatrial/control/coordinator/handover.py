@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from seatrial.base.complain import complain
 from seatrial.base.files import parse_json, read_bytes
-from seatrial.control.agent.spec import AgentSpec
+from seatrial.control.node.spec import AgentSpec
 from seatrial.job.shapes import Shape
 from seatrial.record.messages import Ending
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from seatrial.control.agent.spec import AgentSpec
 from seatrial.control.machine.types import Settings
+from seatrial.control.node.spec import AgentSpec
 from seatrial.job import Job
 from seatrial.job.shapes import Shape
 

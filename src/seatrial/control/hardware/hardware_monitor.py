@@ -16,10 +16,10 @@ from typing import Any
 
 from seatrial.base import process
 from seatrial.base.kernel_files import KMSG
-from seatrial.control.agent.external import External, ExternalResult
-from seatrial.control.agent.spec import AgentSpec
 from seatrial.control.hardware.sources import Sources, gpu_addresses
 from seatrial.control.machine.policy import drain_command, reset_command
+from seatrial.control.node.external import External, ExternalResult
+from seatrial.control.node.spec import AgentSpec
 from seatrial.hardware.devices import visible_devices
 from seatrial.job.schema import ResilienceSection
 from seatrial.record import messages as msg

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from seatrial.base.lines import Channel
-from seatrial.control.agent.external import Body, Message
+from seatrial.control.node.external import Body, Message
 from seatrial.control.telemetry.gpus import GpuSeries
 from seatrial.control.telemetry.ports import port_values
 from seatrial.hardware.counters import (

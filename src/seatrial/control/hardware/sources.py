@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from seatrial.base.kernel_files import KMSG
-from seatrial.control.agent.external import Body, Child, Message
 from seatrial.control.hardware.kernel_log import KernelLog
 from seatrial.control.hardware.probe import SMI_TIMEOUT_S, watch_gpus, watch_ports
 from seatrial.control.hardware.xid_gate import GatedSignal, XidGate
+from seatrial.control.node.external import Body, Child, Message
 from seatrial.hardware.xid import XidMessage, address, catalogue, parse
 
 INFINIBAND = Path("/sys/class/infiniband")

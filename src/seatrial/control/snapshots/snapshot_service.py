@@ -9,8 +9,8 @@ from typing import Any
 
 from seatrial.base import process
 from seatrial.checkpoint.memory import Snapshot
-from seatrial.control.agent.spec import AgentSpec
 from seatrial.control.net.wire import Incoming
+from seatrial.control.node.spec import AgentSpec
 from seatrial.control.snapshots import transfer
 from seatrial.control.snapshots.snapshot_buffers import Held, SnapshotBuffers
 from seatrial.control.snapshots.transfer import Moving

@@ -9,8 +9,8 @@ from typing import Any
 
 from seatrial.base.lines import Channel
 from seatrial.checkpoint.place import checkpoint_urls
-from seatrial.control.agent.external import Child
-from seatrial.control.agent.spec import AgentSpec
+from seatrial.control.node.external import Child
+from seatrial.control.node.spec import AgentSpec
 from seatrial.control.telemetry.node_sampler import NodeSampler, SamplerSettings
 from seatrial.control.telemetry.targets import metrics_port
 from seatrial.job import Job

@@ -21,9 +21,9 @@ from seatrial.plan.cost.memory import (
 from seatrial.plan.cost.overlap import OURS
 from seatrial.plan.cost.stacks import Stack
 from seatrial.plan.cost.unshard import unshards
+from seatrial.plan.cost.work import EARLY_STOP, REDONE, Work, tensor_group, work
 from seatrial.plan.model.cluster import Group, group
 from seatrial.plan.model.recipe import Recipe
-from seatrial.plan.model.work import EARLY_STOP, REDONE, Work, tensor_group, work
 
 # Weak scaling of a layout slows a step by 0.4 to 0.7 % per doubling beyond what communication explains; MaxText by 2.2 % in total.
 SLOWER_BY_DOUBLING = 0.005

@@ -16,8 +16,8 @@ from seatrial.job.job import Job
 from seatrial.job.schema import ParallelSection
 from seatrial.job.settled import CHOSEN_TOO, fixed, settled
 from seatrial.plan.cost.calibration import shipped
+from seatrial.plan.measured.rates import measured_rates
 from seatrial.plan.model.hardware import Hardware, hardware_of
-from seatrial.plan.report.measured import measured_rates
 from seatrial.plan.search.auto import choose, fingerprint
 from seatrial.record.folder import RunFolder
 

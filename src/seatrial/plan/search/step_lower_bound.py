@@ -13,9 +13,9 @@ from seatrial.plan.cost.collectives import Fabric
 from seatrial.plan.cost.predict import stack_for
 from seatrial.plan.cost.stacks import Stack
 from seatrial.plan.cost.step import data_once, exposed_send, gathered_layer, slowest
+from seatrial.plan.cost.work import Work, work
 from seatrial.plan.model.cluster import Cluster
 from seatrial.plan.model.recipe import Recipe
-from seatrial.plan.model.work import Work, work
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seatrial.base import process
-from seatrial.control.agent.environment import Facts, NodeEnvironment, Variable, node_variables
+from seatrial.control.node.environment import Facts, NodeEnvironment, Variable, node_variables
 from seatrial.hardware.topology import Ports, local_gpus, rdma_ports, transport_facts, usable_cores
 from seatrial.record.folder import RunFolder
 

@@ -28,9 +28,9 @@ from seatrial.job.schema import joined_gpus
 from seatrial.plan.cost.calibration import Calibration, Entry
 from seatrial.plan.cost.collectives import LARGE_BYTES, LOCAL_SHARE
 from seatrial.plan.cost.kernels import MEMORY_SHARE
+from seatrial.plan.measured.runs import paces
 from seatrial.plan.model.cluster import Cluster
 from seatrial.plan.model.hardware import Hardware
-from seatrial.plan.report.measured_runs import paces
 from seatrial.record.folder import RunFolder
 
 # Drivers, firmware and cables change, and a check takes a minute; an assumption.
