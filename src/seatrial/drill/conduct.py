@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from seatrial.base import units
-from seatrial.base.errors import InputError, SeatrialError
+from seatrial.base.errors import InputError, RunFailed, SeatrialError
 from seatrial.checkpoint.manifest import Damaged
 from seatrial.data.prepare import blend_of, check_stores, data_cache, resolve_stores
 from seatrial.drill import weights
 from seatrial.drill.copies import LEAST_STEPS, Cadence, Plan, copy_of
 from seatrial.drill.drill_run import DrillRun, Overdue, RunEnded
-from seatrial.drill.evidence import Criteria, read_evidence
+from seatrial.drill.evidence import Criteria, Evidence, Replay, read_evidence
 from seatrial.drill.injection import Injection, Planted
 from seatrial.drill.judge import Judgement, judge, unjudged
-from seatrial.drill.reference import Reference, longer, run_reference
+from seatrial.drill.reference import Reference, longer, run_reference, run_replay
 from seatrial.drill.run_state import RunState
 from seatrial.drill.scenarios import Scenario, returns_of
 from seatrial.job.changed import Change, Copy
@@ -184,6 +184,8 @@ class Drill:
             weights=difference,
             weights_problem=problem,
         )
+        if scenario.expect.world != "same" and math.isfinite(evidence.shrunk_at()) and difference is not None:
+            evidence = self._with_replay(evidence, scenario, copy.job, run, plan.steps)
         criteria = Criteria(
             steps=plan.steps,
             global_batch=copy.job.train.global_batch,
@@ -191,9 +193,26 @@ class Drill:
             checkpoint_every=plan.cadence.checkpoint,
             reference=reference.losses,
             tolerance=reference.tolerance(plan.steps),
+            stays_near=copy.job.train.precision == "fp32",
         )
         judgement = judge(scenario.expect, evidence, criteria)
         return Result(scenario, judgement, run.seconds, run.folder.path, copy.changes, tuple(run.injections))
+
+    def _with_replay(
+        self, evidence: Evidence, scenario: Scenario, job: Job, run: DrillRun, steps: int
+    ) -> Evidence:
+        """`evidence` with an undisturbed run in the same layouts, or why there is none."""
+        try:
+            name = f"{scenario.name}, replayed without the fault"
+            replay = run_replay(
+                self.root, job, evidence.layouts(), on_poll=lambda state: self._report(name, state)
+            )
+        except RunFailed as error:
+            return replace(evidence, replay_problem=error.message)
+        difference, problem = self._compare(run, replay, steps)
+        if difference is None:
+            return replace(evidence, replay_problem=problem)
+        return replace(evidence, replay=Replay(replay.losses, difference))
 
     def _compare(
         self, run: DrillRun, reference: Reference, steps: int

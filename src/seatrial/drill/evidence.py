@@ -6,8 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from seatrial.base.errors import RunFailed
 from seatrial.drill.injection import Injection
 from seatrial.drill.weights import Difference
+from seatrial.job.layout import Layout
 from seatrial.record.events import Event, read_events
 from seatrial.record.folder import RunFolder
 from seatrial.record.jsonl import read_numbered
@@ -16,6 +18,14 @@ from seatrial.record.metrics import NOUN, MetricsRecord
 from seatrial.record.typed import decode_all
 
 Losses = Mapping[int, tuple[float, float]]  # step -> (loss, gradient norm)
+
+
+@dataclass(frozen=True)
+class Replay:
+    """An undisturbed run that trained the same steps in the same layouts."""
+
+    losses: Losses
+    weights: Difference  # last checkpoint of the drilled run against its last one
 
 
 @dataclass(frozen=True)
@@ -32,6 +42,32 @@ class Evidence:
     overdue: bool = False  # the drill had to stop it
     weights: Difference | None = None  # last checkpoint against the reference's; None if either is missing
     weights_problem: str = ""
+    replay: Replay | None = None  # of a run that changed its layout; None if it could not be made
+    replay_problem: str = ""
+
+    def shrunk_at(self) -> float:
+        """When the run first continued with fewer replicas; infinity if it never did."""
+        return min((e.time for e in self.events if e.kind == "shrunk"), default=math.inf)
+
+    def layouts(self) -> list[tuple[Layout, int]]:
+        """The layouts in which the steps that count were trained, each with its last step, in order.
+
+        Raises RunFailed if the events do not say a layout.
+        """
+        started = {
+            e.generation: Layout.from_dict(e.data["layout"])
+            for e in self.events
+            if e.kind == "generation_started" and e.data and isinstance(e.data.get("layout"), dict)
+        }
+        found: list[tuple[Layout, int]] = []
+        for step, record in sorted(self.final().items()):
+            layout = started.get(record.generation)
+            if layout is None:
+                raise RunFailed(f"no event says in which layout generation {record.generation} trained")
+            if found and found[-1][0] == layout:
+                found.pop()
+            found.append((layout, step))
+        return found
 
     def final(self) -> dict[int, MetricsRecord]:
         """The record that counts for each step: the last one of its last generation."""
@@ -59,6 +95,8 @@ class Criteria:
     reference: Losses = field(default_factory=dict)
     # (step, "loss", "gradient norm" or "weights") -> relative difference allowed in the same layout; missing: none
     tolerance: Mapping[tuple[int, str], float] = field(default_factory=dict)
+    # Whether a run that trained in another layout stays near the reference: with fp32.
+    stays_near: bool = True
 
 
 def relative(ours: float, theirs: float) -> float:

@@ -38,6 +38,11 @@ class Planted:
     message: str
     marker: str = ""  # path of the file that records when it fired; an Injection as JSON
 
+    @classmethod
+    def stop(cls, step: int, log: Path) -> Planted:
+        """No fault: all ranks end after `step`, as after the last one; it leaves no marker. `log`: of the run."""
+        return cls("stop", -1, step, "", str(log.with_suffix(".stopped")))
+
     def fired(self) -> Injection | None:
         """The injection, if the fault has fired; else None."""
         try:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from seatrial.base import units
-from seatrial.drill.evidence import Criteria, Evidence, relative
+from seatrial.drill.evidence import Criteria, Evidence, Losses, relative
 from seatrial.drill.expectation import OTHER_WORLD, Expectation
 from seatrial.drill.injection import Injection
 from seatrial.record.events import Event
@@ -73,7 +73,7 @@ def judge(expected: Expectation, evidence: Evidence, criteria: Criteria) -> Judg
         _recovery(evidence, i, d) if d is not None else None
         for i, d in zip(evidence.injections, detections, strict=True)
     ]
-    different = _differences(evidence, criteria)
+    different = _differences(evidence, criteria.reference)
     checks = [
         _injected(evidence),
         _ended(expected, evidence, criteria),
@@ -87,6 +87,7 @@ def judge(expected: Expectation, evidence: Evidence, criteria: Criteria) -> Judg
         _ledger(evidence, criteria),
         _losses(expected, evidence, criteria, different),
         _weights(expected, evidence, criteria),
+        _replayed(expected, evidence, criteria),
         _left(evidence),
     ]
     kept = tuple(c for c in checks if c is not None)
@@ -137,23 +138,18 @@ def _after(events: Sequence[Event], time: float) -> Iterator[Event]:
     return (e for e in sorted(events, key=lambda e: e.time) if e.time >= time)
 
 
-def _differences(evidence: Evidence, criteria: Criteria) -> dict[tuple[int, str], float]:
+def _differences(evidence: Evidence, reference: Losses) -> dict[tuple[int, str], float]:
     """(step, "loss" or "gradient norm") -> relative difference, where it is not bit-equal to the reference."""
     found: dict[tuple[int, str], float] = {}
     for step, record in evidence.final().items():
-        if step not in criteria.reference:
+        if step not in reference:
             continue
         for what, ours, theirs in zip(
-            ("loss", "gradient norm"), (record.loss, record.grad_norm), criteria.reference[step], strict=True
+            ("loss", "gradient norm"), (record.loss, record.grad_norm), reference[step], strict=True
         ):
             if apart := relative(ours, theirs):
                 found[step, what] = apart
     return found
-
-
-def _shrunk_at(evidence: Evidence) -> float:
-    """When the run first continued with fewer replicas; infinity if it never did."""
-    return min((e.time for e in evidence.events if e.kind == "shrunk"), default=math.inf)
 
 
 # -- the checks
@@ -309,26 +305,36 @@ def _losses(
         return Check("losses", False, f"step {absent[0]} has no record in this run or in the reference")
     if not different:
         return Check("losses", True, f"{criteria.steps} losses and gradient norms bit-equal to the reference")
-    shrunk = _shrunk_at(evidence)
-    if expected.world == "same":
-        shrunk = math.inf
-    allowed = {key: _allowed(criteria, *key, shrunk=final[key[0]].time >= shrunk) for key in different}
+    first = _first_shrunk(expected, evidence)
+    allowed = {key: _allowed(criteria, *key, first=first) for key in different}
     wrong = [(key, apart) for key, apart in different.items() if not apart <= allowed[key]]
     if wrong:
         (step, what), apart = min(wrong)
         limit = f", allowed {allowed[step, what]:.2g}" if allowed[step, what] else ""
         return Check("losses", False, f"{what} of step {step} differs by {apart:.1e} relative{limit}")
-    limits = ", ".join(
-        f"{what} {apart:.1e} (at most {max(limit for key, limit in allowed.items() if key[1] == what):.2g})"
+    judged = {key: apart for key, apart in different.items() if math.isfinite(allowed[key])}
+    limits = [
+        f"{what} {apart:.1e} (at most {max(allowed[key] for key in judged if key[1] == what):.2g})"
         for what in ("loss", "gradient norm")
-        if (apart := max((v for k, v in different.items() if k[1] == what), default=0.0))
-    )
-    return Check("losses", True, f"relative to the reference: {limits}")
+        if (apart := max((v for k, v in judged.items() if k[1] == what), default=0.0))
+    ]
+    if len(judged) < len(different):
+        limits.append(f"after step {first:.0f} compared with the replay alone")
+    return Check("losses", True, f"relative to the reference: {', '.join(limits)}")
 
 
-def _allowed(criteria: Criteria, step: int, what: str, *, shrunk: bool) -> float:
-    """Relative difference that is allowed, in the same layout or after some steps with fewer replicas."""
-    return max(criteria.tolerance.get((step, what), 0.0), OTHER_WORLD[what] if shrunk else 0.0)
+def _first_shrunk(expected: Expectation, evidence: Evidence) -> float:
+    """The first step that counts and was trained after the run had shrunk; infinity if there is none."""
+    if expected.world == "same":
+        return math.inf
+    shrunk = evidence.shrunk_at()
+    return min((step for step, r in evidence.final().items() if r.time >= shrunk), default=math.inf)
+
+
+def _allowed(criteria: Criteria, step: int, what: str, *, first: float) -> float:
+    """Relative difference from the reference that is allowed; `first`: see `_first_shrunk`. Infinity: any."""
+    other = OTHER_WORLD[what] if criteria.stays_near or (step == first and what != "weights") else math.inf
+    return max(criteria.tolerance.get((step, what), 0.0), other if step >= first else 0.0)
 
 
 def _weights(expected: Expectation, evidence: Evidence, criteria: Criteria) -> Check:
@@ -343,11 +349,40 @@ def _weights(expected: Expectation, evidence: Evidence, criteria: Criteria) -> C
         f"{len(difference.differing)} of {difference.tensors} tensors differ, by {difference.largest:.1e} "
         f"at most ({difference.where})"
     )
-    shrunk = expected.world != "same" and math.isfinite(_shrunk_at(evidence))
-    allowed = _allowed(criteria, criteria.steps, "weights", shrunk=shrunk)
-    if allowed:
+    allowed = _allowed(criteria, criteria.steps, "weights", first=_first_shrunk(expected, evidence))
+    if math.isinf(allowed):
+        text += "; compared with the replay alone"
+    elif allowed:
         text += f", allowed {allowed:.2g} of a tensor's 2-norm"
     return Check("weights", 0.0 < allowed >= difference.largest, text)  # without a tolerance -0.0 is not 0.0
+
+
+def _replayed(expected: Expectation, evidence: Evidence, criteria: Criteria) -> Check | None:
+    """Check a run that shrank against one that trained the same steps in the same layouts without a fault."""
+    if expected.world == "same" or math.isinf(evidence.shrunk_at()):
+        return None
+    replay = evidence.replay
+    if replay is None:
+        return Check("replay", None, evidence.replay_problem or "the run did not end")
+    apart = _differences(evidence, replay.losses)
+    wrong = sorted((key, a) for key, a in apart.items() if not a <= criteria.tolerance.get(key, 0.0))
+    if wrong:
+        (step, what), by = wrong[0]
+        return Check(
+            "replay",
+            False,
+            f"{what} of step {step} differs by {by:.1e} relative from a run in the same layouts",
+        )
+    weights = replay.weights
+    allowed = criteria.tolerance.get((criteria.steps, "weights"), 0.0)
+    if weights.missing or not (weights.equal or 0.0 < allowed >= weights.largest):
+        where = weights.missing[0] if weights.missing else f"{weights.where} by {weights.largest:.1e}"
+        return Check(
+            "replay", False, f"the last checkpoint differs from that of a run in the same layouts: {where}"
+        )
+    same = "bit-equal to" if not apart and weights.equal else "as near as two undisturbed runs to"
+    text = f"losses, gradient norms and {weights.tensors} tensors are {same} those of a run that changed its layouts at the same steps"
+    return Check("replay", True, text)
 
 
 def _left(evidence: Evidence) -> Check:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -11,9 +11,13 @@ from statistics import median
 from seatrial.base.errors import RunFailed
 from seatrial.drill.drill_run import DrillRun, Overdue
 from seatrial.drill.evidence import Losses, losses_of, read_metrics_of, relative
+from seatrial.drill.injection import Planted
 from seatrial.drill.run_state import RunState
 from seatrial.drill.weights import compare
+from seatrial.job import Job
 from seatrial.job.changed import Copy
+from seatrial.job.layout import Layout
+from seatrial.job.shapes import at_shape
 from seatrial.record.events import read_events
 from seatrial.record.folder import RunFolder
 
@@ -83,12 +87,18 @@ def _weights_apart(ours: Path, theirs: Path) -> float:
 
 
 def run_reference(
-    root: Path, copy: Copy, *, on_poll: Callable[[RunState], None] | None = None, limit_s: float = _LIMIT_S
+    root: Path,
+    copy: Copy,
+    *,
+    on_poll: Callable[[RunState], None] | None = None,
+    limit_s: float = _LIMIT_S,
+    last: int | None = None,
 ) -> Reference:
-    """Train `copy` to its end. Raises RunFailed if anything went wrong: it would be useless for comparison."""
+    """Train `copy` to its end, or to step `last`. Raises RunFailed if anything went wrong: it would be useless for comparison."""
     run = DrillRun(root, copy.job, limit_s=limit_s, on_poll=on_poll)
+    steps = last or copy.job.train.steps
     try:
-        run.start()
+        run.start([] if last is None else [Planted.stop(last, run.log)])
         try:
             code = run.wait_end()
         except Overdue:
@@ -110,18 +120,36 @@ def run_reference(
             hint=f"a drill needs a job that runs: see {run.log} and `seatrial watch {folder.path} --once`",
         )
     losses = losses_of(records)
-    if sorted(losses) != list(range(1, copy.job.train.steps + 1)):
+    if sorted(losses) != list(range(1, steps + 1)):
         raise RunFailed(f"the undisturbed copy has not recorded every step: {folder.metrics}")
     return Reference(
         copy=copy,
         folder=folder,
         losses=losses,
-        steps=copy.job.train.steps,
+        steps=steps,
         step_s=median(r.step_time_s for r in records),
         first_step_s=min(r.time for r in records) - min(e.time for e in events),
         seconds=run.seconds,
         device=next((str(e.data.get("device")) for e in events if e.kind == "device" and e.data), "cpu"),
     )
+
+
+def run_replay(
+    root: Path,
+    job: Job,
+    layouts: Sequence[tuple[Layout, int]],
+    *,
+    on_poll: Callable[[RunState], None] | None = None,
+) -> Reference:
+    """Train `job` without a fault as run NAME-replay, in each layout up to its step. Raises RunFailed like `run_reference`."""
+    name = f"{job.name}-replay"
+    for layout, last in layouts:
+        shape = at_shape(job, layout)
+        cluster = shape.file.cluster.model_copy(update={"spares": 0})
+        file = shape.file.model_copy(update={"name": name, "cluster": cluster})
+        copy = Copy(replace(shape, file=file), ())
+        reference = run_reference(root, copy, on_poll=on_poll, last=last)
+    return reference
 
 
 def longer(reference: Reference, copy: Copy) -> Copy:

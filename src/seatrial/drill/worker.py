@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,10 @@ from torch import Tensor
 
 from seatrial.checkpoint.staging import AsyncWriter
 from seatrial.drill.injection import Injection, Planted
+from seatrial.job import Job
 from seatrial.parallel.build import ParallelModel
 from seatrial.parallel.mesh import Mesh
-from seatrial.train import worker
+from seatrial.train import generation, worker
 from seatrial.train.loop import Loop
 from seatrial.train.optimizer import ShardedOptimizer
 
@@ -185,6 +186,18 @@ def _dies(call: Any, *, fault: Planted, now: _Now) -> Any:
     return order_part
 
 
+def _ends_early(call: Any, *, fault: Planted, now: _Now) -> Any:
+    """Not a shorter train.steps in the job file: a warm-up may be longer than that."""
+
+    @wraps(call)
+    def job_of(*arguments: Any) -> Job:
+        job: Job = call(*arguments)
+        train = job.file.train.model_copy(update={"steps": fault.step})
+        return replace(job, file=job.file.model_copy(update={"train": train}))
+
+    return job_of
+
+
 # kind -> (owner, name, wrapper of the function). Narrow: the rest of the rank is the production code.
 _SEAMS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "hang": (Mesh, "sum_over_ranks", _hangs),
@@ -194,6 +207,7 @@ _SEAMS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "miscount": (ShardedOptimizer, "update", _flips_in_update),
     "enospc": (AsyncWriter, "order_part", _has_no_space),
     "die": (AsyncWriter, "order_part", _dies),
+    "stop": (generation, "job_of", _ends_early),
 }
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from drill_jobs import job
 
 from seatrial.base.box import Box
 from seatrial.checkpoint.staging import AsyncWriter
@@ -47,6 +48,16 @@ def test_a_fault_fires_once_and_records_when(fault: Planted) -> None:
 def test_later_is_good_enough_for_a_save(fault: Planted) -> None:
     assert not worker._fires(fault, now(4))
     assert worker._fires(fault, now(4), or_later=True)
+
+
+def test_a_replay_ends_after_its_step_as_if_it_were_the_last(tmp_path: Path) -> None:
+    """In the ranks alone: a job file may not have a warm-up longer than the run."""
+    given = job("optimizer.warmup_steps=16", "train.steps=20")
+    stop = Planted.stop(9, tmp_path / "run.log")
+    found = worker._ends_early(lambda folder, digests: given, fault=stop, now=now(1))("folder", {})
+    assert (found.train.steps, found.optimizer, given.train.steps) == (9, given.optimizer, 20)
+    assert found.layout == given.layout
+    assert stop.fired() is None
 
 
 def test_a_marker_that_is_half_written_has_not_fired(fault: Planted) -> None:
