@@ -41,7 +41,10 @@ class Spec:
         values: dict[str, Any] = json.loads(path.read_text())
         self.contestant: str = values["contestant"]
         self.model: dict[str, Any] = values["model"]
-        self.tensor, self.shard, self.pipeline = (values[k] for k in ("tensor", "shard", "pipeline"))
+        self.tensor, self.shard, self.replicate, self.pipeline = (
+            values[k] for k in ("tensor", "shard", "replicate", "pipeline")
+        )
+        self.data_parallel = self.shard * self.replicate  # only one of the two is more than 1
         self.batch, self.microbatch, self.sequence = (values[k] for k in ("batch", "microbatch", "sequence"))
         self.warm_up, self.steps, self.lr = values["warm_up"], values["steps"], values["lr"]
         self.device, self.bf16, self.recompute = values["device"], values["bf16"], values["recompute"]
@@ -50,15 +53,15 @@ class Spec:
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.rank = int(os.environ.get("RANK", 0))
         # Tensor parallel is innermost, pipeline outermost, in every contestant.
-        self.data_rank = self.rank // self.tensor % self.shard
+        self.data_rank = self.rank // self.tensor % self.data_parallel
 
     @property
     def microbatches(self) -> int:
-        return self.batch // self.shard // self.microbatch
+        return self.batch // self.data_parallel // self.microbatch
 
     def share(self, step: int) -> tuple[Tensor, Tensor]:
         """Ids and targets of this rank's rows of a step's batch."""
-        count = self.batch // self.shard
+        count = self.batch // self.data_parallel
         rows = np.asarray(self.rows[step, self.data_rank * count : (self.data_rank + 1) * count])
         both = torch.from_numpy(rows.astype(np.int64))
         return both[:, :-1].contiguous(), both[:, 1:].contiguous()
@@ -160,7 +163,7 @@ def torchtitan(spec: Spec, laps: Laps) -> int:
             self.loss = torch.zeros((), device=self.device)
             super().train_step(batches)
             # It divides by the tokens of all ranks.
-            laps.lap(self.loss * spec.shard if spec.pipeline == 1 or self.pp_has_last_stage else None)
+            laps.lap(self.loss * spec.data_parallel if spec.pipeline == 1 or self.pp_has_last_stage else None)
 
     config = JobConfig()
     config.job.dump_folder = str(spec.folder / "torchtitan")
@@ -169,10 +172,11 @@ def torchtitan(spec: Spec, laps: Laps) -> int:
     config.lr_scheduler.warmup_steps, config.lr_scheduler.decay_ratio = 2, 0.0
     training, parallelism = config.training, config.parallelism
     training.seq_len, training.global_batch_size = spec.sequence, spec.batch
-    training.local_batch_size = spec.batch // spec.shard if spec.pipeline > 1 else spec.microbatch
+    training.local_batch_size = spec.microbatch * (spec.microbatches if spec.pipeline > 1 else 1)
     training.steps = spec.warm_up + spec.steps
     training.mixed_precision_param = "bfloat16" if spec.bf16 else "float32"
     parallelism.data_parallel_shard_degree = spec.shard
+    parallelism.data_parallel_replicate_degree = spec.replicate
     parallelism.tensor_parallel_degree = spec.tensor
     parallelism.pipeline_parallel_degree = spec.pipeline
     parallelism.pipeline_parallel_microbatch_size = spec.microbatch
@@ -213,6 +217,10 @@ def transformers(spec: Spec, laps: Laps) -> int:
     if spec.tensor * spec.pipeline > 1:
         raise SystemExit(
             "transformers' Trainer has no pipeline parallel, and its tensor parallel is not set up here"
+        )
+    if spec.shard > 1 and spec.device == "cpu":
+        raise SystemExit(
+            "accelerate trains with DDP on a CPU, whatever it is told about FSDP: see layout dp2"
         )
     from torch.utils.data import Dataset, SequentialSampler
     from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
@@ -399,8 +407,8 @@ def split(model: Model, spec: Spec, mesh: Any) -> None:
     if spec.shard > 1:
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if spec.bf16 else MixedPrecisionPolicy()
         for block in model.layers:
-            fully_shard(block, mesh=mesh["shard"], mp_policy=policy)
-        fully_shard(model, mesh=mesh["shard"], mp_policy=policy)
+            fully_shard(block, mesh=mesh["data"], mp_policy=policy)
+        fully_shard(model, mesh=mesh["data"], mp_policy=policy)
 
 
 def hand_written(spec: Spec, laps: Laps) -> int:
@@ -413,10 +421,10 @@ def hand_written(spec: Spec, laps: Laps) -> int:
     if spec.device == "cuda":
         torch.cuda.set_device(device)
     mesh, stage = None, 0
-    if spec.tensor * spec.shard * spec.pipeline > 1:
+    if spec.tensor * spec.data_parallel * spec.pipeline > 1:
         dist.init_process_group("nccl" if spec.device == "cuda" else "gloo")
-        sizes = (spec.pipeline, spec.shard, spec.tensor)
-        mesh = init_device_mesh(spec.device, sizes, mesh_dim_names=("pipeline", "shard", "tensor"))
+        sizes = (spec.pipeline, spec.data_parallel, spec.tensor)
+        mesh = init_device_mesh(spec.device, sizes, mesh_dim_names=("pipeline", "data", "tensor"))
         stage = mesh.get_local_rank("pipeline")
     torch.manual_seed(stage)
     with device:
@@ -434,6 +442,7 @@ def hand_written(spec: Spec, laps: Laps) -> int:
         fused=True,
     )
     schedule = None
+    trained = nn.parallel.DistributedDataParallel(model) if spec.replicate > 1 else model
 
     def loss_of(logits: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
@@ -456,7 +465,7 @@ def hand_written(spec: Spec, laps: Laps) -> int:
         total = torch.zeros((), device=device)
         for x, y in zip(ids.split(spec.microbatch), target.split(spec.microbatch), strict=True):
             with autocast:
-                loss = compiled_loss(model(x), y) / spec.microbatches
+                loss = compiled_loss(trained(x), y) / spec.microbatches
             loss.backward()
             total += _whole(loss.detach())
         return total
