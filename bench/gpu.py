@@ -6,7 +6,8 @@ Runs bench/peers.py, which explains the contestants and how they are installed, 
 sequences of 4,096, 8 microbatches a step, FSDP2 over all GPUs. Without --layers each model gets as many layers as have their fp32
 weights, gradients and moments in 5/6 of the GPUs' memory; the rest is for activations, and if it does not suffice the table
 says so: then give --layers, or --recompute. MFU is Seatrial's (`hardware/mfu.py`) for all: model FLOPs, attention counted as causal, of the
-dense peak of the precision. --device cpu runs all of this code with a small model, slowly, and says nothing about GPUs.
+dense peak of the precision. --device cpu runs this code with a small model and says nothing about GPUs. No figure of it exists yet:
+it has not run on a GPU.
 """
 
 from __future__ import annotations
