@@ -11,8 +11,13 @@ are those of the CPU, bit for bit. What it simulates:
 - An event is complete when the host has waited for a later one, or LAG_S after its recording; the time between events that
   are not complete cannot be asked for.
 
-There is one stream; its own work is the CPU's, done when it is queued. Memory that is not pinned is copied at once, as CUDA
-does.
+The main stream's own work is the CPU's, done when it is queued. Memory that is not pinned is copied at once, as CUDA does.
+A side stream only copies, and as late as it may: when the main stream waits for an event of it, or the host does.
+
+- Until then the target is rubbish, on the device and on the host. A source or a target on the device that has been freed by
+  then is an error.
+- A copy that did not wait for the main stream copies rubbish: what it reads may not have been computed, and what it writes
+  to may still be read.
 """
 
 from __future__ import annotations
@@ -75,7 +80,7 @@ class Stream:
     stream_id = device_index = 0
 
     def __init__(self) -> None:
-        self.under_way: list[tuple[int, _Copy]] = []
+        self.under_way: list[tuple[int, _Copy | _SideCopy]] = []
         self.count = 0  # copies and events queued so far
         self.passed = 0  # of these, those that the host has waited for
 
@@ -99,23 +104,82 @@ class Stream:
         """It is in order anyway."""
 
 
+class SideStream(Stream):
+    """Another one, for copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.after_main = False  # it has waited for the main stream since its last copy
+
+    def __enter__(self) -> SideStream:
+        _current.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _current.pop()
+
+    def queue(self, target: Tensor, source: Tensor, *, to_host: bool) -> None:
+        seen["copies"] += 1
+        on_device = source if to_host else target
+        alias = on_device.data  # must not keep alive what is to be found freed
+        ends = (target, alias) if to_host else (alias, source)
+        with _lock:
+            self.count += 1
+            self.under_way.append(
+                (self.count, _SideCopy(*ends, weakref.ref(on_device), to_host, self.after_main))
+            )
+        self.after_main = False
+        _fill_with_rubbish(target)
+
+
+@dataclass(eq=False)
+class _SideCopy:
+    """A copy of a side stream that nothing has waited for."""
+
+    target: Tensor
+    source: Tensor
+    on_device: weakref.ref[Tensor]
+    to_host: bool
+    in_order: bool
+
+    def complete(self) -> None:
+        if self.on_device() is None:
+            raise RuntimeError("memory was freed while a side stream copied it")
+        with torch.no_grad():
+            _copy_now(self.target, self.source)
+        if not self.in_order:
+            _fill_with_rubbish(self.target)
+
+
 class Event:
     """As `torch.Event`."""
 
     def __init__(self, *, enable_timing: bool = False) -> None:
         self._timing = enable_timing
         self._number: int | None = None  # its place in the stream, once it is recorded
+        self._stream = stream
         self._at = 0.0
 
     def record(self) -> None:
         with _lock:
-            stream.count += 1
-            self._number, self._at = stream.count, time.perf_counter()
+            self._stream = current()
+            self._stream.count += 1
+            self._number, self._at = self._stream.count, time.perf_counter()
+
+    def wait(self) -> None:
+        """The current stream does."""
+        if self._number is None:
+            return
+        here = current()
+        if isinstance(self._stream, SideStream):
+            self._stream.pass_until(self._number)
+        elif isinstance(here, SideStream):
+            here.after_main = True
 
     def synchronize(self) -> None:
         seen["waits"] += 1
         if self._number is not None:
-            stream.pass_until(self._number)
+            self._stream.pass_until(self._number)
 
     def query(self) -> bool:
         return self._complete()
@@ -123,9 +187,9 @@ class Event:
     def _complete(self) -> bool:
         if self._number is None:
             return True
-        if stream.passed < self._number and time.perf_counter() - self._at < LAG_S:
+        if self._stream.passed < self._number and time.perf_counter() - self._at < LAG_S:
             return False
-        stream.pass_until(self._number)
+        self._stream.pass_until(self._number)
         return True
 
     def elapsed_time(self, end: Event) -> float:
@@ -137,6 +201,7 @@ class Event:
 
 
 stream = Stream()
+_current: list[Stream] = []  # side streams that are entered
 _pinned: dict[int, int] = {}  # address -> end
 _generator = torch.Generator().manual_seed(5)
 seen = {"copies": 0, "waits": 0}
@@ -147,7 +212,15 @@ def left() -> int:
     return len(stream.under_way)
 
 
+def current() -> Stream:
+    return _current[-1] if _current else stream
+
+
 # -- memory
+
+
+def _fill_with_rubbish(values: Tensor) -> None:
+    values.detach().view(-1).view(torch.uint8).fill_(_RUBBISH)
 
 
 def _bytes(values: Tensor) -> Tensor:
@@ -190,13 +263,18 @@ def unpin(address: int) -> None:
 def _copy(target: Tensor, source: Any, non_blocking: bool = False) -> Tensor:
     if not non_blocking or not isinstance(source, Tensor) or not source.numel():
         return _copy_now(target, source, non_blocking)
+    here = current()
+    if isinstance(here, SideStream):
+        assert _is_pinned(target) != _is_pinned(source)
+        here.queue(target, source, to_host=_is_pinned(target))
+        return target
     if _is_pinned(target):
         assert target.is_contiguous()
         assert target.dtype == source.dtype, "the device converts nothing while it copies"
         seen["copies"] += 1
         with _lock:
             stream.add(_Copy(target, source, source.detach().clone(), to_host=True))
-            target.detach().view(-1).view(torch.uint8).fill_(_RUBBISH)
+            _fill_with_rubbish(target)
         return target
     _copy_now(target, source)
     if _is_pinned(source):
@@ -233,10 +311,11 @@ def install(patch: Callable[[Any, str, Any], None] = setattr) -> None:
 
     patch(accelerator, "claim", claim)
     patch(accelerator, "host_memory", host_memory)
+    patch(accelerator, "new_stream", lambda device: SideStream())
     patch(accelerator, "pin", pin)
     patch(accelerator, "unpin", unpin)
     patch(torch, "Event", Event)
-    patch(torch.accelerator, "current_stream", lambda device: stream)
+    patch(torch.accelerator, "current_stream", lambda device: current())
     patch(torch.accelerator, "max_memory_allocated", lambda device: 7 << 20)
     patch(torch.accelerator, "get_memory_info", lambda device: (1 << 36, 1 << 36))
     patch(torch.accelerator, "empty_cache", lambda: None)

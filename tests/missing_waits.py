@@ -1,4 +1,4 @@
-"""The places in src where the host waits for a GPU, each with a way to remove it: what a run gives then must be wrong."""
+"""The places in src where the host or a stream waits for a GPU's work, each with a way to remove it: what a run gives then must be wrong."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 import late_device
 from seatrial.checkpoint import staging_memory
 from seatrial.checkpoint.staging import AsyncWriter
 from seatrial.hardware import accelerator
+from seatrial.parallel import offload
+from seatrial.parallel.offload import Transfers
 from seatrial.parallel.stage_clock import StageClock
 from seatrial.train import step as steps
 from seatrial.train.checkpointing import snapshot
@@ -117,6 +121,55 @@ def step_is_in_flight_at_a_save(patch: Patch) -> None:
 
     patch(Loop, "_read_results", one_left)
 
+
+# -- the places where a stream of the GPU waits for another
+
+
+def input_is_freed_before_it_has_left(patch: Patch) -> None:
+    finish = Transfers.finish_sending
+
+    def unwaited(self: Transfers) -> None:
+        if self._leaving is not None:
+            self._leaving = self._leaving[0], None
+        finish(self)
+
+    patch(Transfers, "finish_sending", unwaited)
+
+
+def input_is_read_before_it_has_arrived(patch: Patch) -> None:
+    fetch = Transfers._fetch
+
+    def unwaited(self: Transfers, kept: Any) -> None:
+        fetch(self, kept)
+        kept.arrived = None
+        if self._arriving is not None:
+            self._arriving = self._arriving[0], None
+
+    patch(Transfers, "_fetch", unwaited)
+
+
+def input_is_copied_before_it_is_computed(patch: Patch) -> None:
+    class Unordered(late_device.Event):
+        def wait(self) -> None:
+            if not late_device._current:
+                super().wait()
+
+    patch(torch, "Event", Unordered)
+
+
+def event_of_offload_is_not_recorded(patch: Patch) -> None:
+    patch(offload, "accelerator", _NeverRecorded())
+
+
+OFFLOAD_WAITS = {
+    remove.__name__: remove
+    for remove in (
+        input_is_freed_before_it_has_left,
+        input_is_read_before_it_has_arrived,
+        input_is_copied_before_it_is_computed,
+        event_of_offload_is_not_recorded,
+    )
+}
 
 JOB_WAITS = {
     remove.__name__: remove

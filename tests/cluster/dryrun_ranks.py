@@ -70,6 +70,7 @@ def job_of(case: dict[str, Any]) -> Job:
             precision=case["precision"],
             activation_checkpointing=case.get("activation_checkpointing", "none"),
             recompute_every_layers=case.get("recompute_every_layers", 1),
+            offload_activations=case.get("offload_activations", False),
             accumulate=case.get("accumulate", "auto"),
         ),
         optimizer=OptimizerSection(**{"lr": 1e-3, **case.get("optimizer", {})}),

@@ -43,6 +43,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "replicate2-fsdp2": {"replicate": 2, "shard": 2},
 }
 RECOMPUTE = {"activation_checkpointing": "full"}
+OFFLOAD = {**RECOMPUTE, "offload_activations": True}
 SELECTIVE = {"activation_checkpointing": "selective"}
 
 

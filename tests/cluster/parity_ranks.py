@@ -46,6 +46,7 @@ from seatrial.parallel import collectives, context, expert, overlap, overlap_gra
 from seatrial.parallel.build import ParallelModel, Settings
 from seatrial.parallel.loss import LoadBalancing
 from seatrial.parallel.mesh import Mesh, build_mesh
+from seatrial.parallel.offload import ActivationOffload
 from seatrial.record.folder import RunFolder
 from seatrial.train.optimizer import build_optimizer
 from seatrial.train.step import train_step
@@ -165,6 +166,7 @@ def build(case: dict[str, Any], mesh: Mesh, source: Any) -> ParallelModel:
         fp8_scaling=case.get("fp8_scaling", "rowwise"),
         activation_checkpointing=case.get("activation_checkpointing", "none"),
         recompute_every_layers=case.get("recompute_every_layers", 1),
+        offload_activations=case.get("offload_activations", False),
         compile=case.get("compile", False),
         reshard_after_forward=case.get("reshard_after_forward", True),
         async_tensor=case.get("async_tensor", False),
@@ -354,7 +356,14 @@ def train(case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
         "gradients": gradients,
         "weights": [(s.name, s.box.offsets, s.local.clone()) for s in model.shards],
         "order": "".join(order),
+        "offloaded": offloaded(model),
     }
+
+
+def offloaded(model: ParallelModel) -> int:
+    """How many inputs of layers were in host memory at once."""
+    around = model.stages[0].around
+    return len(around._transfers._spare) if isinstance(around, ActivationOffload) else 0
 
 
 def torchs_muon(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from dryrun_derived import derived, held
 from dryrun_ranks import job_of
-from parity import FULL, INTERLEAVED, RECOMPUTE, SELECTIVE, ZERO_BUBBLE, Case
+from parity import FULL, INTERLEAVED, OFFLOAD, RECOMPUTE, SELECTIVE, ZERO_BUBBLE, Case
 from parity_ranks import LOGITS
 
 from conftest import each_case, run_cases, selected_cases
@@ -43,6 +43,7 @@ LAYOUTS: dict[str, Case] = {
     "pp2-gpipe": {"layout": {"pipeline": 2, "schedule": "gpipe"}, "layers": 5},
     "tp2-pp2-fsdp2": {"layout": FULL, **BF16},
     "tp2-pp2-fsdp2-recompute": {"layout": FULL, **BF16, **RECOMPUTE},
+    "tp2-pp2-fsdp2-offload": {"layout": FULL, **BF16, **OFFLOAD, "layers": 6},
     "tp2-pp2-fsdp2-selective": {"layout": FULL, **BF16, **SELECTIVE},
     "tp2-recompute-every3": {
         "layout": {"tensor": 2},

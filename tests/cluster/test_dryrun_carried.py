@@ -63,6 +63,7 @@ LARGE: dict[str, tuple[dict[str, Any], int, int]] = {
         {
             "layout": {**MANY, "schedule": "interleaved-1f1b"},
             "activation_checkpointing": "full",
+            "offload_activations": True,
             "reshard_after_forward": True,
         },
         25,

@@ -121,7 +121,8 @@ def steps_of(trial: Trial, generation: int) -> list[int]:
 
 @pytest.mark.ci
 def test_killed_preempted_and_resumed_it_is_bit_equal(begin: Begin, on_cpu: Trial) -> None:
-    job = (*JOB, "train.deterministic=true")
+    offload = ("train.activation_checkpointing=full", "train.offload_activations=true")
+    job = (*JOB, "train.deterministic=true", *offload)
     trial = begin(*job, late=True)
     kill_at_random(trial, 3, seed=1)
     trial.until(lambda: steps_of(trial, 4))

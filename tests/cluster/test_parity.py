@@ -15,6 +15,7 @@ from parity import (
     INTERLEAVED,
     LAYOUTS,
     LOSS_ABSOLUTE,
+    OFFLOAD,
     RECOMPUTE,
     SELECTIVE,
     ZERO_BUBBLE,
@@ -27,9 +28,13 @@ from parity import (
     routed,
     run_layouts,
 )
+from parity_ranks import ARCH, LENGTH, MICROBATCH, SEQUENCES
 
 from conftest import each_case, run_cases
 from installed import install_examples
+from seatrial.job.layout import Layout
+from seatrial.plan.cost.memory import offloaded_inputs
+from seatrial.plan.model.recipe import Recipe
 
 pytestmark = pytest.mark.cluster
 
@@ -79,7 +84,10 @@ RECOMPUTED: dict[str, Case] = {
     "one": RECOMPUTE,
     "one-selective": SELECTIVE,
     "one-every2": {**RECOMPUTE, "recompute_every_layers": 2},
+    "one-offload": OFFLOAD,
     "tp2-pp2-fsdp2": {"layout": FULL, **RECOMPUTE},
+    "tp2-pp2-fsdp2-offload": {"layout": FULL, **OFFLOAD},
+    "tp2-fsdp2-offload-compiled": {**COMPILED, **OFFLOAD},
     "tp2-pp2-fsdp2-selective": {"layout": FULL, **SELECTIVE},
     "pp2-fsdp2-selective-every2": {
         "layout": LAYOUTS["pp2-fsdp2"],
@@ -115,6 +123,7 @@ WITH_EXPERTS: dict[str, Case] = {
     "tp2-pp2-fsdp2-selective": {"layout": FULL, **SELECTIVE},
     "pp2-zero-bubble-fsdp2": ZERO_BUBBLE_FSDP2,
     "one-full": RECOMPUTE,
+    "pp2-offload": {"layout": LAYOUTS["pp2"], **OFFLOAD},
     "ep2-pp2": {"layout": {"pipeline": 2, "shard": 2, "expert": 2}},
     "tp2-async": {"layout": {"tensor": 2}, "async_tensor": True},
 }
@@ -261,11 +270,26 @@ def test_two_runs_are_equal_to_the_last_bit(runs: dict[str, Ran]) -> None:
 
 
 @_each(
-    ["one-recompute", "one-selective-recompute", "one-every2-recompute", "tp2-pp2-fsdp2-selective-recompute"]
+    [
+        *("one-recompute", "one-selective-recompute", "one-every2-recompute", "one-offload-recompute"),
+        *("tp2-pp2-fsdp2-selective-recompute", "tp2-pp2-fsdp2-offload-recompute"),
+    ]
 )
 def test_recomputing_activations_changes_no_bit(name: str, runs: dict[str, Ran]) -> None:
     peer = "one-untied" if name.startswith("one") else "tp2-pp2-fsdp2-untied"
     assert_same_bits(runs[name], runs[peer], "gradients")
+
+
+def test_inputs_in_host_memory_are_as_many_as_the_planner_counts(runs: dict[str, Ran]) -> None:
+    """The first of two stages with two layers each keeps one of its two inputs, the second both."""
+    ran = runs["tp2-pp2-fsdp2-offload-recompute"]
+    recipe = Recipe(
+        LENGTH, SEQUENCES, MICROBATCH, Layout(**ran.case["layout"]), recompute="full", offload=True
+    )
+    expected = [offloaded_inputs(ARCH, recipe, rank) for rank in (0, 1)]
+    assert expected == [2, 0]
+    half = len(ran.ranks) // 2
+    assert [rank["offloaded"] for rank in ran.ranks] == [expected[0]] * half + [expected[1]] * half
 
 
 @_each(["tp2-pp2-fsdp2-bf16", "pp2-fsdp2-sharded-bf16"])

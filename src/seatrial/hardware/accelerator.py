@@ -68,6 +68,11 @@ def record(*, timing: bool = False) -> torch.Event:
     return event
 
 
+def new_stream(device: torch.device) -> torch.Stream:
+    """A stream beside the current one; as a context manager it is the current one."""
+    return torch.Stream(device)
+
+
 def current_stream(device: torch.device) -> int:
     """The id of the current stream of `device`."""
     return torch.accelerator.current_stream(device).stream_id

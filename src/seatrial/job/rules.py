@@ -542,6 +542,17 @@ def _recompute_every(facts: Facts) -> Iterator[RuleViolation]:
         )
 
 
+def _offload(facts: Facts) -> Iterator[RuleViolation]:
+    train = facts.job.train
+    if train.offload_activations and train.activation_checkpointing != "full":
+        yield RuleViolation(
+            ("train.offload_activations",),
+            f'offload_activations with activation_checkpointing = "{train.activation_checkpointing}": only inputs of layers '
+            "that are fully recomputed are offloaded",
+            'set activation_checkpointing = "full", or remove offload_activations',
+        )
+
+
 RULES: tuple[Rule, ...] = (
     _heads,
     _head_dim,
@@ -568,6 +579,7 @@ RULES: tuple[Rule, ...] = (
     _checkpoint_places,
     _keep_every,
     _recompute_every,
+    _offload,
 )
 
 # Rules about this machine: a job for another machine can be read and planned without them.

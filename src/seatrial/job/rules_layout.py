@@ -226,6 +226,19 @@ def _split_backward_selective(facts: Facts) -> Iterator[RuleViolation]:
         )
 
 
+def _split_backward_offload(facts: Facts) -> Iterator[RuleViolation]:
+    parallel = _parallel(facts)
+    if not facts.job.train.offload_activations or parallel.pipeline == 1:
+        return
+    if schedule_named(parallel.schedule).split_backward:
+        yield RuleViolation(
+            ("train.offload_activations", "parallel.schedule"),
+            f'offload_activations with schedule "{parallel.schedule}": its backward pass has two parts, which recompute a layer '
+            "several times, and would copy its input from the host as often",
+            'set offload_activations = false, or schedule = "interleaved-1f1b"',
+        )
+
+
 def _split_backward_accumulate(facts: Facts) -> Iterator[RuleViolation]:
     parallel = _parallel(facts)
     if facts.job.train.accumulate != "sharded" or parallel.pipeline == 1:
@@ -409,6 +422,7 @@ LAYOUT_RULES: tuple[Callable[[Facts], Iterator[RuleViolation]], ...] = (
     _split_backward_sharded,
     _split_backward_compiled,
     _split_backward_selective,
+    _split_backward_offload,
     _split_backward_accumulate,
     _batch,
     _expert,

@@ -363,6 +363,10 @@ class TrainSection(Section):
         default=1,
         description="which layers activation_checkpointing applies to: 1: all; 2: every second one of a stage",
     )
+    offload_activations: bool = Field(
+        default=False,
+        description="inputs of recomputed layers are in host memory until their backward pass; with full recomputation",
+    )
     accumulate: Literal["auto", "whole", "sharded"] = Field(
         default="auto",
         description="how gradients of microbatches add up: whole, reduced over ranks once a step, or sharded, reduced in "

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -344,6 +345,9 @@ class Head(nn.Module):
         return self.loss(x_BTD, weight, target_BT)
 
 
+Around = Callable[[Block, Tensor], AbstractContextManager[None]]
+
+
 class Trunk(nn.Module):
     """What Hugging Face calls `model`: embedding, layers, final norm, or the part of them that a stage holds."""
 
@@ -394,6 +398,8 @@ class Decoder(nn.Module):
         self.balance: Balance | None = None
         # Positions sent to each expert of each of these layers by all forward passes with gradients so far, fp64.
         self.sent_LX: Tensor | None = None
+        # Set by the trainer: what is around the call of a layer with these hidden states (activation offload).
+        self.around: Around | None = None
 
     @property
     def blocks(self) -> list[Block]:
@@ -425,8 +431,9 @@ class Decoder(nn.Module):
         # No bias argument without documents: a compiled block's call stays the same.
         mask = () if document_BT is None else (document_bias(document_BT, h_BTD.dtype, own),)
         counts: list[Tensor] = []
-        for block in self.model.layers.values():
-            h_BTD = block(h_BTD, cos_TH, sin_TH, *mask)
+        for block in self.blocks:
+            with nullcontext() if self.around is None else self.around(block, h_BTD):
+                h_BTD = block(h_BTD, cos_TH, sin_TH, *mask)
             if isinstance(h_BTD, tuple):
                 h_BTD, own_2X = h_BTD
                 counts.append(own_2X[0].detach())

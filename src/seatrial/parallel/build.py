@@ -28,6 +28,7 @@ from seatrial.parallel.expert import apply_expert_parallel
 from seatrial.parallel.float8 import Scaling, apply_float8
 from seatrial.parallel.loss import LoadBalancing, cross_entropy
 from seatrial.parallel.mesh import Mesh
+from seatrial.parallel.offload import ActivationOffload, Transfers
 from seatrial.parallel.pipeline import Pipeline
 from seatrial.parallel.recompute import keep_products
 from seatrial.parallel.shard import apply_sharding, free_gathered, prepare_backward
@@ -49,6 +50,7 @@ class Settings:
     fp8_scaling: Fp8Scaling = "rowwise"
     activation_checkpointing: str = "none"
     recompute_every_layers: int = 1
+    offload_activations: bool = False
     compile: bool = False
     reshard_after_forward: bool = True
     async_tensor: bool = False
@@ -123,6 +125,12 @@ class ParallelModel:
             build_stage(arch, index, mesh, settings, data_mesh, expert_mesh, tokens)
             for index in layout.stage_indices(mesh.at.pipeline)
         ]
+        if settings.offload_activations:
+            transfers = Transfers(mesh.device)
+            for stage in self.stages:
+                stage.around = ActivationOffload(
+                    stage.blocks, transfers, receives=stage.model.embed_tokens is None
+                )
         for stage in self.stages:
             stage.to_empty(device=mesh.device)
         self.shards = [shard for stage in self.stages for shard in self._shards(stage)]

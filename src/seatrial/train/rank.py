@@ -343,6 +343,7 @@ def settings_of(job: Job) -> Settings:
         fp8_scaling=train.fp8_scaling,
         activation_checkpointing=train.activation_checkpointing,
         recompute_every_layers=train.recompute_every_layers,
+        offload_activations=train.offload_activations,
         compile=train.compile,
         reshard_after_forward=job.parallel.reshards,
         async_tensor=job.parallel.async_tensor,

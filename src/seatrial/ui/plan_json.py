@@ -86,7 +86,7 @@ def _place(place: Hardware) -> dict[str, Any]:
 _RECIPE = (
     *("sequence", "global_batch", "microbatch", "tensor", "context", "shard", "replicate", "pipeline"),
     *("stages_per_rank", "schedule", "optimizer", "precision", "sharding", "reshard", "recompute"),
-    *("recompute_every", "sequence_parallel", "compiled", "async_tensor", "accumulate"),
+    *("recompute_every", "offload", "sequence_parallel", "compiled", "async_tensor", "accumulate"),
 )
 
 

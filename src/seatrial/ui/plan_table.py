@@ -132,6 +132,8 @@ def _layouts(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
     marks = "mb: microbatch, r: recomputes"
     if any(c.recipe.recompute == "selective" for c in shown):
         marks += ", s: selectively"
+    if any(c.recipe.offloads for c in shown):
+        marks += ", ro: and offloads their inputs"
     if any(c.recipe.recompute_every > 1 for c in shown):
         marks += ", s/2: in 1 of 2 layers"
     entries.insert(0, marks)

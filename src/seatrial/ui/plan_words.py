@@ -145,18 +145,19 @@ def _shards_gradients(recipe: Recipe) -> bool:
 
 
 def recomputed(recipe: Recipe) -> str:
-    """Recomputation as a symbol: "r", in every second layer "r/2"; selective "s"; none ""."""
+    """Recomputation as a symbol: "r", in every second layer "r/2"; with offload "ro"; selective "s"; none ""."""
     if recipe.recompute == "none":
         return ""
     some = f"/{recipe.recompute_every}" if recipe.recompute_every > 1 else ""
-    return f"{'s' if recipe.recompute == 'selective' else 'r'}{some}"
+    return f"{'s' if recipe.recompute == 'selective' else 'ro' if recipe.offloads else 'r'}{some}"
 
 
 def _recomputes(recipe: Recipe) -> list[str]:
     if recipe.recompute == "none":
         return []
     kind = "recomputes" if recipe.recompute == "full" else f"recomputes {recipe.recompute}ly"
-    return [f"{kind} 1 of {recipe.recompute_every} layers" if recipe.recompute_every > 1 else kind]
+    entries = [f"{kind} 1 of {recipe.recompute_every} layers" if recipe.recompute_every > 1 else kind]
+    return [*entries, "offloads inputs"] if recipe.offloads else entries
 
 
 def settings(recipe: Recipe, *, short: bool = False) -> str:

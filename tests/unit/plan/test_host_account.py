@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
@@ -49,6 +50,18 @@ def test_the_bytes_of_a_node_by_hand() -> None:
     assert need.staging == pytest.approx(12 * held, rel=0.01)
     assert need.total(2) > 2.6e12
     assert sum(need.parts(2).values()) == need.total(2)
+
+
+def test_offloaded_inputs_by_hand() -> None:
+    """72B in two stages of 40 layers: in the first, two microbatches in flight keep 39 inputs of 1/8 of 4,096 tokens each."""
+    full = ("train.activation_checkpointing=full", "train.offload_activations=true")
+    of = preset_job("qwen2.5-72b-b300", *full)
+    tokens = of.train.microbatch * of.train.sequence_length
+    each = 2 ** math.ceil(math.log2(tokens * of.architecture.hidden_size * 2 // 8))
+    need = host_need(of, "cuda")
+    assert need.offloaded == 8 * 2 * 39 * each
+    assert need.total(0) - host_need(preset_job("qwen2.5-72b-b300", full[0]), "cuda").total(0) == need.offloaded
+    assert account(of, None, "cuda").gpu < account(preset_job("qwen2.5-72b-b300", full[0]), None, "cuda").gpu
 
 
 def test_frozen_weights_have_no_state() -> None:

@@ -11,13 +11,10 @@ from seatrial.job.architecture import Architecture
 from seatrial.job.optimizers import optimizer_named
 from seatrial.plan.cost.ettr import DAY_S, Branch, Case, renewal
 from seatrial.plan.cost.predict import Prediction, Share
-from seatrial.plan.model.cluster import Cluster
+from seatrial.plan.model.cluster import HOST_GB_S, Cluster
 from seatrial.plan.model.recipe import Recipe
 from seatrial.record.interval import Interval, choose_interval
 
-# GPU to host memory while all eight copy; `seatrial check` has the lower limits of a single one (23 on A100, 48 on H100).
-HOST_GB_S = 20.0
-HOST_SOURCE = "assumption: below the 23 GB/s that a single A100 reaches"
 NEW_PROCESS_S = 30.0  # assumption: Python, CUDA context, compiled code from its cache, first step
 # 2.5 min above some thousands of GPUs, NVIDIA/nccl#1156; linear from there is an assumption.
 COMMUNICATORS_S_PER_GPU = 0.01

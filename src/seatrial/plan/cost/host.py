@@ -6,6 +6,7 @@ frozen one 4. Host memory holds:
     processes    Python with torch: a fork server and an agent per node, and the private memory of each rank
     CPU ranks    the GPU memory of `memory.py`, in host memory. An in-place recovery holds the state twice, without
                  gradients and activations
+    offload      inputs of layers, see `parallel/offload.py`; torch pins memory in powers of two
     staging      one state per saving rank (those of the first replica) while a checkpoint is written
     copies       per rank one being written and two files, 3 states; with copies on the next node two more files: 5
 """
@@ -29,7 +30,14 @@ from seatrial.job.job import Job
 from seatrial.job.models import model_presets
 from seatrial.job.rules import check
 from seatrial.job.settled import settled
-from seatrial.plan.cost.memory import memory, optimizer_bytes, rank_memory, rank_parameters
+from seatrial.plan.cost.memory import (
+    memory,
+    offloaded_inputs,
+    optimizer_bytes,
+    rank_memory,
+    rank_parameters,
+    stage_input,
+)
 from seatrial.plan.cost.predict import stack_for
 from seatrial.plan.model.recipe import Recipe
 
@@ -51,6 +59,7 @@ class HostNeed:
 
     processes: float
     ranks: float  # CPU ranks; 0 if they compute on GPUs
+    offloaded: float  # activations
     staging: float
     state: float  # one state per rank
     nodes: int
@@ -63,6 +72,7 @@ class HostNeed:
         """Bytes by name, without zero entries."""
         named = {
             "CPU ranks": self.ranks,
+            "offloaded activations": self.offloaded,
             "copies of the state": self.copies(copies),
             "checkpoint staging": self.staging,
             "processes": self.processes,
@@ -80,7 +90,10 @@ def host_need(job: Job, device: Device) -> HostNeed:
     stack = stack_for(recipe)
     here = cluster.launcher == "local"
     nodes, extra = (cluster.nodes, cluster.spares) if here else (1, 0)
-    state = ranks = staging = 0.0
+    state = ranks = staging = offloaded = 0.0
+    each = stage_input(model, recipe)
+    if device != "cpu":
+        each = 2.0 ** math.ceil(math.log2(each))
     # Ranks of one pipeline stage need the same; on other launchers assume a node with ranks of the heaviest stage only.
     for stage in range(layout.pipeline):
         own = stack.state_bytes[0] * rank_parameters(model, recipe, stage)
@@ -90,16 +103,23 @@ def host_need(job: Job, device: Device) -> HostNeed:
         saving = here_of_it // layout.replicate if here else here_of_it
         held = rank_memory(model, recipe, stack, stage)
         step = held.states + held.logits + HEAP * (held.allocated - held.states - held.logits)
-        found = (here_of_it * own, here_of_it * max(step, 2 * own), saving * math.ceil(own / _GRAIN) * _GRAIN)
-        now = (state, ranks, staging)
-        state, ranks, staging = [a + b if here else max(a, b) for a, b in zip(now, found, strict=True)]
+        found = (
+            here_of_it * own,
+            here_of_it * max(step, 2 * own),
+            saving * math.ceil(own / _GRAIN) * _GRAIN,
+            here_of_it * offloaded_inputs(model, recipe, stage) * each,
+        )
+        now = (state, ranks, staging, offloaded)
+        state, ranks, staging, offloaded = [
+            a + b if here else max(a, b) for a, b in zip(now, found, strict=True)
+        ]
     world = nodes * cluster.gpus_per_node
     processes = LAUNCHER_BYTES + LIBRARIES_BYTES + (nodes + extra) * AGENT_BYTES + world * WRITER_BYTES
     if device == "cpu":
         processes += (nodes + extra) * FORK_SERVER_BYTES + world * CPU_RANK_BYTES
     else:
         processes, ranks = processes + world * CUDA_RANK_BYTES, 0.0
-    return HostNeed(processes, ranks, staging, state, cluster.nodes)
+    return HostNeed(processes, ranks, offloaded, staging, state, cluster.nodes)
 
 
 @dataclass(frozen=True)
@@ -201,6 +221,7 @@ def would_fit(account: Account) -> str:
         {"activation_checkpointing": "selective"},
         {"activation_checkpointing": "full"},
         {"microbatch": 1, "activation_checkpointing": "full"},
+        {"microbatch": 1, "activation_checkpointing": "full", "offload_activations": True},
     ):
         with contextlib.suppress(InputError):
             if fits(settled(account.job, account.job.parallel, train)):

@@ -201,7 +201,7 @@ def _loss(base: Memory, model: Architecture, recipe: Recipe, stack: Stack, rank:
         held,
         unsharded_gradients=held.unsharded_gradients
         + (recipe.width * model.hidden_size * columns if model.lora is None else 0.0),
-        activations=base.activations + _stage_input(model, recipe),
+        activations=base.activations + stage_input(model, recipe),
         logits=part * min(recipe.tokens, loss_rows(int(columns), recipe.tokens)),
     )
 
@@ -229,7 +229,7 @@ def _backward(base: Memory, model: Architecture, recipe: Recipe, stack: Stack, r
     if recipe.recompute not in ("none", "attention"):
         again = whole
         if recipe.recompute == "selective":
-            again -= _kept(model, recipe, stack) - _stage_input(model, recipe)
+            again -= _kept(model, recipe, stack) - stage_input(model, recipe)
         points.append((again - freed * whole, transient))
     if not points or freed:
         # A layer whose gradients are being reduced has freed its activations.
@@ -368,22 +368,38 @@ def _freed(model: Architecture, recipe: Recipe, rank: int) -> float:
 
 def _waiting(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> float:
     """Bytes of activations of microbatches in flight, at the schedule's peak."""
-    kept_input = _stage_input(model, recipe)
-    layout, counts = recipe.layout, recipe.layout.rank_layers(rank, model.num_hidden_layers)
+    kept_input = stage_input(model, recipe)
+    counts = recipe.layout.rank_layers(rank, model.num_hidden_layers)
     count, redone = sum(counts), recipe.recomputed_of(counts)
     layers = redone * _kept(model, recipe, stack) if redone else 0.0
     if redone < count:
         layers += (count - redone) * layer_activations(model, recipe, stack)
-    held = layout.stages_per_rank
-    if layout.pipeline > 1:
-        at = (layout.pipeline, layout.stages_per_rank, recipe.microbatches, rank)
-        held = schedule_named(layout.schedule).in_flight(*at)
-    return held * (layers / len(counts) + kept_input) + _owed(model, recipe, stack, rank)
+    waiting = _in_flight(recipe, rank) * (layers / len(counts) + kept_input)
+    return waiting - offloaded_inputs(model, recipe, rank) * kept_input + _owed(model, recipe, stack, rank)
+
+
+def _in_flight(recipe: Recipe, rank: int) -> int:
+    """Microbatches in flight at the schedule's peak, each counted once for each of the rank's stages."""
+    layout = recipe.layout
+    if layout.pipeline == 1:
+        return layout.stages_per_rank
+    at = (layout.pipeline, layout.stages_per_rank, recipe.microbatches, rank)
+    return schedule_named(layout.schedule).in_flight(*at)
+
+
+def offloaded_inputs(model: Architecture, recipe: Recipe, rank: int) -> float:
+    """How many inputs of layers a pipeline rank has in host memory, at the schedule's peak."""
+    if not recipe.offloads:
+        return 0.0
+    counts = recipe.layout.rank_layers(rank, model.num_hidden_layers)
+    stays = [1 if stage == 0 else 2 for stage in recipe.layout.stage_indices(rank)]
+    away = sum(max(0, recipe.recomputed_of((n,)) - stay) for n, stay in zip(counts, stays, strict=True))
+    return _in_flight(recipe, rank) * away / len(counts)
 
 
 def _kept(model: Architecture, recipe: Recipe, stack: Stack) -> float:
     """Bytes that a recomputed layer keeps of one microbatch until its backward pass."""
-    kept_input = _stage_input(model, recipe)
+    kept_input = stage_input(model, recipe)
     if recipe.recompute == "full":
         return kept_input
     whole = layer_activations(model, recipe, stack)
@@ -402,7 +418,7 @@ def _kept(model: Architecture, recipe: Recipe, stack: Stack) -> float:
     return recipe.width * recipe.tokens * wide / recipe.layout.tensor + scale + 2 * kept_input
 
 
-def _stage_input(model: Architecture, recipe: Recipe) -> float:
+def stage_input(model: Architecture, recipe: Recipe) -> float:
     """Bytes of the hidden states of one microbatch on one rank, between layers."""
     own = recipe.tokens / (recipe.layout.tensor if recipe.sequence_parallel else 1)
     return recipe.width * own * model.hidden_size
@@ -503,7 +519,7 @@ def _messages(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> f
     """Bytes of pipeline receive buffers: torch has one per microbatch and direction, Megatron one per pass."""
     if recipe.layout.pipeline == 1:
         return 0.0
-    each = _stage_input(model, recipe)
+    each = stage_input(model, recipe)
     if stack.layer_states != "ours":
         return 2 * each
     return each * recipe.microbatches * neighbours(recipe.layout, rank)

@@ -21,7 +21,7 @@ from seatrial.plan.cost.overlap import (
     reorder_bytes,
 )
 from seatrial.plan.cost.stacks import Stack
-from seatrial.plan.model.cluster import Group, group
+from seatrial.plan.model.cluster import HOST_GB_S, Group, group
 from seatrial.plan.model.recipe import Recipe
 
 # Shares of a layer's forward pass that are recomputed: (matrix products, attention, other operators, communication of
@@ -201,11 +201,20 @@ class _WorkBuilder:
         return Work(
             forward=passes[0],
             backward=passes[1],
-            again=self._of_some_layers(passes[2]),
+            again=self._of_some_layers(self._with_offload(*passes)),
             head_forward=paced(head_passes[0]),
             head_backward=paced(head_passes[1]),
             embedding=paced(Pass(operators=self.kernels.move(12.0 * t * h), tensor=2 * gather)),
         )
+
+    def _with_offload(self, forward: Pass, backward: Pass, again: Pass) -> Pass:
+        """`again` with what a layer waits for its input's copies: to the host and back, each beside one pass of a layer."""
+        r = self.recipe
+        if not r.offloads:
+            return again
+        copy = r.width * r.tokens * self.model.hidden_size / r.layout.tensor / (HOST_GB_S * 1e9)
+        waits = sum(max(0.0, copy - beside.total) for beside in (forward, backward + again))
+        return replace(again, operators=again.operators + waits)
 
     def _of_some_layers(self, again: Pass) -> Pass:
         """The mean over all layers, of which only some may be recomputed."""

@@ -10,6 +10,10 @@ from seatrial.hardware.networks import Network
 from seatrial.job.numbers import divisors
 from seatrial.plan.model.recipe import Recipe
 
+# GPU to host memory while all eight copy; `seatrial check` has the lower limits of a single one (23 on A100, 48 on H100).
+HOST_GB_S = 20.0
+HOST_SOURCE = "assumption: below the 23 GB/s that a single A100 reaches"
+
 
 @dataclass(frozen=True)
 class Cluster:

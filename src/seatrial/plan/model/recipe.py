@@ -39,6 +39,9 @@ class Recipe:
     reshard: bool = True  # full sharding: gather weights again for the backward pass
     recompute: Recompute = "none"
     recompute_every: int = 1  # ours: of the layers of a stage, only the first and every n-th after it
+    offload: bool = (
+        False  # ours: inputs of fully recomputed layers are in host memory (`parallel/offload.py`)
+    )
     sequence_parallel: bool = True
     compiled: bool = False
     # Our trainer: overlaps all-gathers and reduce-scatters with matrix products (`overlap.py`).
@@ -61,6 +64,7 @@ class Recipe:
             reshard=job.parallel.reshards,
             recompute=train.activation_checkpointing,
             recompute_every=train.recompute_every_layers,
+            offload=train.offload_activations,
             compiled=train.compile,
             async_tensor=job.parallel.async_tensor,
             accumulate="sharded" if train.accumulate == "sharded" else "whole",
@@ -85,6 +89,7 @@ class Recipe:
             "microbatch": self.microbatch,
             "activation_checkpointing": self.activation_checkpointing,
             "recompute_every_layers": 1 if none else self.recompute_every,
+            "offload_activations": self.offloads,
             "accumulate": self.accumulate,
         }
 
@@ -97,7 +102,17 @@ class Recipe:
     def recomputation(self) -> str:
         """In words: "full recomputation in 1 of 2 layers"."""
         some = f" in 1 of {self.recompute_every} layers" if self.recompute_every > 1 else ""
-        return "no recomputation" if self.recompute == "none" else f"{self.recompute} recomputation{some}"
+        behind = ", inputs in host memory" if self.offloads else ""
+        return (
+            "no recomputation"
+            if self.recompute == "none"
+            else f"{self.recompute} recomputation{some}{behind}"
+        )
+
+    @property
+    def offloads(self) -> bool:
+        """Whether inputs of layers are in host memory: of those that are recomputed, all but a stage's last."""
+        return self.offload and self.recompute == "full"
 
     def recomputed_of(self, counts: Sequence[int]) -> int:
         """How many layers are recomputed of stages with `counts` layers."""

@@ -255,6 +255,9 @@ def single_changes(own: Recipe, stack: Stack) -> Iterator[list[tuple[str, Recipe
     kinds = recomputes_of(RECOMPUTES, own.layout.schedule, stack)
     others = [replace(own, recompute=kind, recompute_every=every) for kind, every in kinds]
     yield [(r.recomputation, r) for r in others if r != own]
+    if own.recompute == "full" and stack.name in OURS:
+        other = replace(own, offload=not own.offload)
+        yield [(difference(own, other), other)]
     if not own.compiled:
         yield [("compile = true", replace(own, compiled=True))]
     if own.shard_ranks > 1:
@@ -406,8 +409,10 @@ def difference(a: Recipe, b: Recipe) -> str:
     if (here.schedule, here.stages_per_rank) != (there.schedule, there.stages_per_rank):
         many = f" with {there.stages_per_rank} stages a rank" if there.stages_per_rank > 1 else ""
         entries.append(there.schedule + many)
-    if a.recomputation != b.recomputation:
+    if (a.recompute, a.recompute_every) != (b.recompute, b.recompute_every):
         entries.append(b.recomputation)
+    elif a.offloads != b.offloads:
+        entries.append(f"offload_activations = {str(b.offloads).lower()}")
     if a.reshard != b.reshard:
         entries.append(f"reshard_after_forward = {str(b.reshard).lower()}")
     if a.async_tensor != b.async_tensor:

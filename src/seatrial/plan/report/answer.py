@@ -11,14 +11,14 @@ from seatrial.job.job import Job
 from seatrial.plan.cost.accumulate import chosen
 from seatrial.plan.cost.calibration import Calibration
 from seatrial.plan.cost.collectives import Fabric, UnknownNetworkError
-from seatrial.plan.cost.finish import HOST_SOURCE, Finish, finish
+from seatrial.plan.cost.finish import Finish, finish
 from seatrial.plan.cost.kernels import UnknownSpeedError
 from seatrial.plan.cost.memory import Memory, memory
 from seatrial.plan.cost.memory_fit import MemoryFit, judge
 from seatrial.plan.cost.overlap import SOURCE as OVERLAP_SOURCE
 from seatrial.plan.cost.predict import Prediction, Share, capacity, predict, stack_for
 from seatrial.plan.cost.step import Traffic, traffic
-from seatrial.plan.model.cluster import Cluster
+from seatrial.plan.model.cluster import HOST_SOURCE, Cluster
 from seatrial.plan.model.hardware import Hardware
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.report.advice import Advice, Predictor, Target, TargetValue, advice, targets

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from seatrial.hardware import accelerator
 from seatrial.parallel import context, expert
 
 _flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
@@ -82,6 +83,18 @@ def _balanced(sent_nx: Tensor, _received_nx: Tensor, rows: int) -> tuple[list[in
     n = len(sent_nx)
     sizes = [rows // n + (rank < rows % n) for rank in range(n)]
     return sizes, sizes
+
+
+@contextmanager
+def host_memory_apart() -> Iterator[None]:
+    """Context in which host memory for copies from the device is on the meta device, which the recorder leaves out."""
+    apart = (
+        accelerator,
+        "host_memory",
+        lambda shape, dtype, _: torch.empty(shape, dtype=dtype, device="meta"),
+    )
+    with _replaced((apart,)):
+        yield
 
 
 @contextmanager

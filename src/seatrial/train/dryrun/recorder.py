@@ -166,7 +166,7 @@ class Recorder(TorchDispatchMode):
                 super().__exit__(None, None, None)
         result = func(*args, **kwargs)
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
+            if isinstance(leaf, Tensor) and leaf.device.type != "meta":  # host memory, see `kernels`
                 self._number(leaf)
         self._mark_gradients(packet, args, kwargs)
         self._count_flops(packet, args, kwargs, result)

@@ -32,7 +32,7 @@ from seatrial.job.optimizers import optimizer_named
 from seatrial.model.decoder import Decoder
 from seatrial.parallel.build import ParallelModel
 from seatrial.parallel.mesh import Mesh, build_mesh
-from seatrial.train.dryrun.kernels import balanced_experts, cuda_kernels
+from seatrial.train.dryrun.kernels import balanced_experts, cuda_kernels, host_memory_apart
 from seatrial.train.dryrun.recorder import GRADIENTS, Counts, Recorder, dimensions
 from seatrial.train.dryrun.timeline import Peak, Timeline, microbatch_label, position
 from seatrial.train.optimizer import ShardedOptimizer
@@ -152,6 +152,7 @@ def trace(job: Job, rank: int, kind: str, *, steps: int = 1, edges: tuple[int, i
         modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         if kind == "cuda":
             modes.enter_context(cuda_kernels())
+            modes.enter_context(host_memory_apart())
         modes.enter_context(balanced_experts())
         with _plain_memory():
             model, optimizer = build(job, mesh, _NoWeights())
