@@ -60,7 +60,9 @@ def test_offloaded_inputs_by_hand() -> None:
     each = 2 ** math.ceil(math.log2(tokens * of.architecture.hidden_size * 2 // 8))
     need = host_need(of, "cuda")
     assert need.offloaded == 8 * 2 * 39 * each
-    assert need.total(0) - host_need(preset_job("qwen2.5-72b-b300", full[0]), "cuda").total(0) == need.offloaded
+    assert (
+        need.total(0) - host_need(preset_job("qwen2.5-72b-b300", full[0]), "cuda").total(0) == need.offloaded
+    )
     assert account(of, None, "cuda").gpu < account(preset_job("qwen2.5-72b-b300", full[0]), None, "cuda").gpu
 
 
@@ -138,6 +140,12 @@ def test_suggested_changes_fit() -> None:
     gpu = preset_job("llama3-8b-h100", "train.microbatch=2")
     assert would_fit(account(gpu, None, "cuda", 70)) == 'train.accumulate = "sharded" would fit'
     assert would_fit(account(gpu, None, "cuda", 55)) == "train.microbatch = 1 would fit"
+    long = preset_job("llama3-8b-h100", "train.sequence_length=65536", "model.max_position_embeddings=65536")
+    full = 'train.activation_checkpointing = "full"'
+    assert would_fit(account(long, None, "cuda", 50)) == f"{full} would fit"
+    assert (
+        would_fit(account(long, None, "cuda", 42)) == f"{full} and train.offload_activations = true would fit"
+    )
 
 
 def test_account_as_text_and_json() -> None:

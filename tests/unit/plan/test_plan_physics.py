@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+import seatrial.plan.cost.work
 from seatrial.hardware.catalogue import find_gpu
 from seatrial.hardware.networks import find_network
 from seatrial.job.layout import Layout
@@ -15,6 +16,7 @@ from seatrial.plan.cost.collectives import Fabric
 from seatrial.plan.cost.memory import GIB, GROUP_BYTES, layer_activations, rank_memory
 from seatrial.plan.cost.stacks import stacks
 from seatrial.plan.cost.step import SLOWER_BY_DOUBLING, rank_traffic, slowest, step_parts
+from seatrial.plan.cost.work import work
 from seatrial.plan.model.cluster import Cluster
 from seatrial.plan.model.recipe import Recipe
 
@@ -86,6 +88,25 @@ def test_fp8_keeps_weights_twice_and_inputs_once() -> None:
     assert 0.7 * kept[0] < kept[1] < 0.95 * kept[0]
     ours = [layer_activations(MODEL, replace(recipe, precision=p), OURS) for p in ("bf16", "fp8")]
     assert ours[0] == ours[1]
+
+
+def test_offloaded_inputs_are_waited_for_where_a_copy_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An input to the host beside a forward pass, and back beside a backward pass with its recomputation."""
+    plain = replace(RECIPE, layout=Layout(tensor=8, pipeline=4, shard=4), sharding="full")
+    offload = replace(plain, offload=True)
+    pace = slowest(plain.world)
+    w = work(MODEL, plain, FABRIC, OURS, pace)
+    assert work(MODEL, offload, FABRIC, OURS, pace) == w, "hidden"
+    copy_s = 1.5 * w.forward.total
+    n_bytes = 2 * 2 * 2048 * MODEL.hidden_size / 8
+    monkeypatch.setattr(seatrial.plan.cost.work, "HOST_GB_S", n_bytes / copy_s / 1e9)
+    waits = 0.5 * w.forward.total  # a backward pass is longer
+    again = work(MODEL, offload, FABRIC, OURS, pace).again
+    assert again.total - w.again.total == pytest.approx(waits)
+    steps = [step_parts(MODEL, r, FABRIC, OURS, 1.0) for r in (plain, offload)]
+    # 32 microbatches, 20 layers a rank.
+    more = steps[1].recomputation - steps[0].recomputation
+    assert more == pytest.approx(32 * 20 * waits)
 
 
 def test_zero_bubble_keeps_gradients_until_the_weight_pass() -> None:

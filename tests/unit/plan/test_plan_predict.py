@@ -149,6 +149,9 @@ def test_recomputation_saves_memory_and_costs_time(recipe: Recipe) -> None:
     before, after = memory(MODEL, none, ours), memory(MODEL, full, ours)
     # Where gradients and not activations make the highest point, it stays as it is.
     assert after.allocated <= before.allocated
+    offload = replace(full, offload=True)
+    assert memory(MODEL, offload, ours).allocated <= after.allocated
+    assert predict(MODEL, offload, on(recipe)).step_s >= predict(MODEL, full, on(recipe)).step_s
 
 
 def reference(stack: str = "seatrial", **changes: object) -> Prediction:

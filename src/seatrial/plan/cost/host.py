@@ -220,6 +220,7 @@ def would_fit(account: Account) -> str:
         {"microbatch": 1},
         {"activation_checkpointing": "selective"},
         {"activation_checkpointing": "full"},
+        {"activation_checkpointing": "full", "offload_activations": True},
         {"microbatch": 1, "activation_checkpointing": "full"},
         {"microbatch": 1, "activation_checkpointing": "full", "offload_activations": True},
     ):
