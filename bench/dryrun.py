@@ -124,7 +124,9 @@ def main() -> int:
     parser.add_argument("--recompute", default="none", choices=("none", "selective", "full"))
     parser.add_argument("--optimizer", default="adamw")
     parser.add_argument("--recompute-every", type=int, default=1, help="layers")
-    parser.add_argument("--offload", default="false", choices=("true", "false"), help="inputs of recomputed layers")
+    parser.add_argument(
+        "--offload", default="false", choices=("true", "false"), help="inputs of recomputed layers"
+    )
     parser.add_argument("--accumulate", default="whole", choices=("whole", "sharded"))
     parser.add_argument("--whole", action="store_true", help="trace everything too, and compare")
     parser.add_argument("--processes", type=int, default=1)

@@ -1,4 +1,4 @@
-"""The closed form against the dry run, which carries out the trainer's own code: within 5 %, or one of them is wrong."""
+"""The closed form against the dry run, which carries out the trainer's own code: within 5 %, memory within 3 %, or one of them is wrong."""
 
 from __future__ import annotations
 
@@ -57,6 +57,16 @@ LAYOUTS = {
         "train.global_batch=32",
         "train.activation_checkpointing=full",
         "train.accumulate=sharded",
+    ),
+    # The highest point of the first stage is within a layer's backward pass: left out, 10 % are missing.
+    "long sequences, tensor, pipeline, offloaded": (
+        "train.sequence_length=32768",
+        "parallel.tensor=2",
+        "parallel.pipeline=2",
+        "train.global_batch=16",
+        "train.accumulate=sharded",
+        "train.activation_checkpointing=full",
+        "train.offload_activations=true",
     ),
     "lora": ("train.global_batch=32", *LORA, "train.activation_checkpointing=none"),
     "lora, tensor, pipeline": (
@@ -135,7 +145,7 @@ def test_memory_and_traffic(name: str) -> None:
         # Sharding rounds a dimension up where it does not divide.
         assert said.parameters == pytest.approx(traced.parameter_bytes, rel=0.005)
         assert said.optimizer == pytest.approx(traced.optimizer_bytes, rel=0.005)
-        assert said.allocated == pytest.approx(traced.peak_bytes, rel=0.05)
+        assert said.allocated == pytest.approx(traced.peak_bytes, rel=0.03)
         sent = rank_traffic(model, recipe, fabric, ours, traced.at.pipeline)
         assert sent.tensor == pytest.approx(traced.sent_bytes("tensor"), rel=0.05)
         assert sent.pipeline == pytest.approx(traced.sent_bytes("pipeline"), rel=0.05)

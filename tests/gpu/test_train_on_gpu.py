@@ -76,3 +76,19 @@ def test_deterministic_runs_have_the_same_bits(tmp_path: Path) -> None:
         found.append([(m["step"], m["loss"], m["grad_norm"]) for m in metrics])
     assert len(found[0]) == 12
     assert found[0] == found[1]
+
+
+def test_offloaded_inputs_change_no_bit(tmp_path: Path) -> None:
+    found = []
+    for offload in ("false", "true"):
+        metrics = train(
+            tmp_path / offload,
+            JOB,
+            "cluster.device=cuda",
+            "train.deterministic=true",
+            "train.activation_checkpointing=full",
+            f"train.offload_activations={offload}",
+        )
+        found.append([(m["step"], m["loss"], m["grad_norm"]) for m in metrics])
+    assert len(found[0]) == 12
+    assert found[0] == found[1]

@@ -50,7 +50,8 @@ class Transfers:
         self._arriving: tuple[Tensor, torch.Event | None] | None = None
 
     def send(self, kept: _Input, x_BTD: Tensor) -> None:
-        """Copy `x_BTD` to host memory; `finish_sending` before the next one."""
+        """Begin to copy `x_BTD` to host memory."""
+        self.finish_sending()
         kept.spare = self._spare
         kept.host = (
             self._spare.pop()

@@ -162,7 +162,7 @@ def rank_memory(model: Architecture, recipe: Recipe, stack: Stack, rank: int) ->
     n = rank_parameters(model, recipe, rank)
     base = _base(model, recipe, stack, rank, n)
     end = _end(base, model, recipe, stack, rank)
-    points = [_backward(base, model, recipe, stack, rank), end]
+    points = [*_backward(base, model, recipe, stack, rank), end]
     if rank == recipe.layout.pipeline - 1:
         points.append(_loss(base, model, recipe, stack, rank, n))
         if stack.metrics:
@@ -212,7 +212,7 @@ def _metrics(end: Memory, model: Architecture, recipe: Recipe, stack: Stack, ran
     return _with(end, gathered=_gathered(model, recipe, rank, n, layers=0), activations=0.0, logits=held)
 
 
-def _backward(base: Memory, model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> Memory:
+def _backward(base: Memory, model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> list[Memory]:
     layer = layer_share(model, recipe.layout.tensor) - experts_elsewhere(model, recipe, 1)
     if model.lora is not None:
         layer = model.adapter_parameters(recipe.layout.tensor)
@@ -231,20 +231,48 @@ def _backward(base: Memory, model: Architecture, recipe: Recipe, stack: Stack, r
         if recipe.recompute == "selective":
             again -= _kept(model, recipe, stack) - stage_input(model, recipe)
         points.append((again - freed * whole, transient))
+        if stack.name in OURS:
+            # Of its weight gradients only the MLP's last one exists. Its input is already among what is kept, but with offload
+            # that of the layer before it has come back too.
+            within = again + _within_layer(model, recipe)
+            within -= 0.0 if recipe.offloads else stage_input(model, recipe)
+            down = recipe.width * model.hidden_size * model.ffn_width / recipe.layout.tensor
+            points.append(
+                (within - freed * whole, transient - max(0.0, min(transient, recipe.width * layer - down)))
+            )
     if not points or freed:
         # A layer whose gradients are being reduced has freed its activations.
         free = whole if recipe.recompute == "none" or freed else 0.0
-        points.append((0.3 * whole, max(0.0, transient - free) if stack.name in OURS else transient))
-    working, transient = max(points, key=sum)
+        if stack.name in OURS:
+            points.append((max(0.3 * whole, _within_layer(model, recipe)), max(0.0, transient - free)))
+        else:
+            points.append((0.3 * whole, transient))
     last = rank == recipe.layout.pipeline - 1 and model.lora is None
     if stack.name in OURS and recipe.sharding == "full" and last:
         # The head's gradient stays in 16 bits until the root is reduced or accumulated, after a backward pass.
-        transient += recipe.width * model.embedding_parameters() / recipe.layout.tensor
-    return _with(
-        base,
-        unsharded_gradients=base.unsharded_gradients + transient,
-        activations=base.activations + working,
-    )
+        head = recipe.width * model.embedding_parameters() / recipe.layout.tensor
+        points = [(working, transient + head) for working, transient in points]
+    return [
+        _with(
+            base,
+            unsharded_gradients=base.unsharded_gradients + transient,
+            activations=base.activations + working,
+        )
+        for working, transient in points
+    ]
+
+
+def _within_layer(model: Architecture, recipe: Recipe) -> float:
+    """Bytes of gradients within a layer's backward pass beyond the activations that it has freed by then, at the highest (traced).
+
+    Of the product of gate and up and of both its factors, when the product is freed; or, with tensor parallel, of the input of
+    gate and up, one from each, and that input gathered, when all four activations of the MLP are freed and two gradients left.
+    """
+    n, D, F = recipe.layout.tensor, model.hidden_size, model.ffn_width
+    values = 2 * F / n
+    if n > 1:
+        values = max(values, 3 * D + D / n - 2 * F / n)
+    return recipe.width * recipe.tokens * values
 
 
 def _root_gathered(base: Memory, model: Architecture, recipe: Recipe, rank: int) -> Memory:
