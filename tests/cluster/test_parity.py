@@ -280,7 +280,7 @@ def test_recomputing_activations_changes_no_bit(name: str, runs: dict[str, Ran])
     assert_same_bits(runs[name], runs[peer], "gradients")
 
 
-def test_inputs_in_host_memory_are_as_many_as_the_planner_counts(runs: dict[str, Ran]) -> None:
+def test_as_many_inputs_are_offloaded_as_planned(runs: dict[str, Ran]) -> None:
     """The first of two stages with two layers each keeps one of its two inputs, the second both."""
     ran = runs["tp2-pp2-fsdp2-offload-recompute"]
     recipe = Recipe(

@@ -90,7 +90,7 @@ def test_fp8_keeps_weights_twice_and_inputs_once() -> None:
     assert ours[0] == ours[1]
 
 
-def test_offloaded_inputs_are_waited_for_where_a_copy_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_copies_of_offloaded_inputs_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """An input to the host beside a forward pass, and back beside a backward pass with its recomputation."""
     plain = replace(RECIPE, layout=Layout(tensor=8, pipeline=4, shard=4), sharding="full")
     offload = replace(plain, offload=True)

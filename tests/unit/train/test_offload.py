@@ -69,7 +69,7 @@ def test_host_memory_is_used_again(patch: Any) -> None:
     assert len(around._transfers._spare) == offloaded_inputs(model.arch, recipe, 0) == LAYERS - 1
 
 
-def test_an_abandoned_forward_pass_leaves_nothing_to_the_next(patch: Any) -> None:
+def test_an_abandoned_forward_pass_leaves_nothing(patch: Any) -> None:
     model = model_on(LateDevice(), **OFFLOAD)
     stage = model.stages[0]
     fourth = stage.blocks[3]
