@@ -127,13 +127,14 @@ def _layouts(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
     else:
         head = ["", "layout", "mb", "tok/s/GPU", "MFU", "slower", "why"]
     yield from table(head, rows, width, left=(0, 1, *((2,) if wide else ())))
+    listed = [*shown, *([found.own] if found.own is not None else [])]
     rest = len(found.choices) - len(shown)
     entries = [f"{rest} more: --full"] if rest > 0 else []
     marks = "mb: microbatch, r: recomputes"
     if any(c.recipe.recompute == "selective" for c in shown):
         marks += ", s: selectively"
-    if any(c.recipe.offloads for c in shown):
-        marks += ", ro: and offloads their inputs"
+    if any(c.recipe.offloads for c in listed):
+        marks += ", ro: and offloads inputs"
     if any(c.recipe.recompute_every > 1 for c in shown):
         marks += ", s/2: in 1 of 2 layers"
     entries.insert(0, marks)
@@ -143,7 +144,6 @@ def _layouts(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
         entries.insert(0, "async: async_tensor = true")
     if any(c.recipe.layout.stages_per_rank > 1 for c in shown):
         entries.insert(0, "PP2x4: 4 stages per rank")
-    listed = [*shown, *([found.own] if found.own is not None else [])]
     if any(c.prediction.verdict.word == "tight" for c in listed):
         entries.insert(0, TIGHT_NOTE)
     if entries:

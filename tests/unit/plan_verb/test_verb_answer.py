@@ -12,12 +12,15 @@ from presets import preset_job
 from seatrial.base.errors import InputError
 from seatrial.hardware.networks import find_network
 from seatrial.job.schema import GpuSection
+from seatrial.plan.cost.accumulate import adapted
 from seatrial.plan.model.hardware import hardware_of
+from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.report.advice import TargetValue, difference, excess, short, targets
 from seatrial.plan.report.answer import ENOUGH, Answer, PlanOptions, answer, usual_nodes
 from seatrial.plan.search.legal import refusal
 from seatrial.plan.search.search import TIE_MARGIN
 from seatrial.ui.plan_table import target_words
+from seatrial.ui.plan_words import recomputed
 
 pytestmark = pytest.mark.cluster  # for its time: it starts no cluster
 
@@ -313,6 +316,23 @@ def test_differences_in_the_words_of_the_job_file() -> None:
     for word in ("tensor 4", "shard 16", "microbatch 2", "full recomputation", "reshard_after_forward"):
         assert word in told
     assert difference(a, a) == "nothing"
+
+
+def test_offloaded_inputs_in_words_and_only_where_they_are_ours() -> None:
+    full = ("train.activation_checkpointing=full", "train.offload_activations=true")
+    offload = preset_job("qwen2.5-72b-b300", *full)
+    told = answer(offload, hardware_of(offload))
+    own = told.own.recipe
+    assert own.recomputation == "full recomputation, inputs in host memory"
+    assert recomputed(own) == "ro"
+    assert told.advice is not None
+    found = {w.what: w.recipe for w in told.advice.suggestions}
+    assert not found["no recomputation"].offloads
+    assert not next(r for what, r in found.items() if what.startswith("nemo")).offload
+    plain = preset_job("qwen2.5-72b-b300", full[0])
+    theirs = [adapted(of, Recipe.of(of), None, "nemo") for of in (offload, plain)]
+    assert theirs[0] == theirs[1]
+    assert difference(replace(own, offload=False), own) == "offload_activations = true"
 
 
 def test_async_tensor_is_a_suggestion() -> None:

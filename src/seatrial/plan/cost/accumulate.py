@@ -47,9 +47,9 @@ def chosen(
 
 
 def adapted(job: Job, recipe: Recipe, available: float | None, stack: str | Stack = "seatrial") -> Recipe:
-    """`recipe` as this job would run it, with `accumulate = "auto"` resolved."""
+    """`recipe` as this job would run it, with `accumulate = "auto"` resolved; on another stack without our settings."""
     if stack_for(recipe, stack).name not in OURS:
-        return replace(recipe, accumulate="whole")
+        return replace(recipe, accumulate="whole", offload=False)
     if job.train.accumulate != "auto":
         return recipe
     return replace(recipe, accumulate=chosen(job.architecture, recipe, available, stack)[0])

@@ -39,9 +39,8 @@ class Recipe:
     reshard: bool = True  # full sharding: gather weights again for the backward pass
     recompute: Recompute = "none"
     recompute_every: int = 1  # ours: of the layers of a stage, only the first and every n-th after it
-    offload: bool = (
-        False  # ours: inputs of fully recomputed layers are in host memory (`parallel/offload.py`)
-    )
+    # Our trainer: inputs of fully recomputed layers are in host memory (`parallel/offload.py`).
+    offload: bool = False
     sequence_parallel: bool = True
     compiled: bool = False
     # Our trainer: overlaps all-gathers and reduce-scatters with matrix products (`overlap.py`).
@@ -102,12 +101,10 @@ class Recipe:
     def recomputation(self) -> str:
         """In words: "full recomputation in 1 of 2 layers"."""
         some = f" in 1 of {self.recompute_every} layers" if self.recompute_every > 1 else ""
+        if self.recompute == "none":
+            return "no recomputation"
         behind = ", inputs in host memory" if self.offloads else ""
-        return (
-            "no recomputation"
-            if self.recompute == "none"
-            else f"{self.recompute} recomputation{some}{behind}"
-        )
+        return f"{self.recompute} recomputation{some}{behind}"
 
     @property
     def offloads(self) -> bool:

@@ -233,7 +233,7 @@ def _suggestions(
             add("the best with the same TP and PP", mine.recipe, mine.prediction)
         if best.recipe != own:
             add("the best layout", best.recipe, best.prediction)
-    plain = replace(own, async_tensor=False, accumulate="whole")
+    plain = replace(own, async_tensor=False, accumulate="whole", offload=False)
     if (
         stack_for(own, predictor.stack).name != OTHER
         and (tuned := _tuned(predictor, plain, OTHER)) is not None
