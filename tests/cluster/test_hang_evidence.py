@@ -69,7 +69,9 @@ def test_absent_rank_is_found_with_several_collectives_in_flight(begin: Begin) -
     blame = begin("sleep", layout={"tensor": 2, "shard": 2}, async_tensor=True).blame(CULPRIT)
     assert (blame.ranks, blame.kind) == ((CULPRIT,), "not_arrived"), blame
     assert blame.operation is not None
-    assert 0 in blame.operation.waiting
+    # Both wait for it directly, in its tensor and its shard group, and begin within milliseconds of each other: the operation
+    # that is named is the one that has waited longest.
+    assert blame.operation.waiting in ((0,), (3,))
     assert "hang_ranks.py" in str(blame)  # the line that hangs
     assert "2 more wait through others" in str(blame)
 
