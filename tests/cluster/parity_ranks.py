@@ -362,8 +362,8 @@ def train(case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
 
 def offloaded(model: ParallelModel) -> int:
     """How many inputs of layers were in host memory at once."""
-    around = model.stages[0].around
-    return len(around._transfers._spare) if isinstance(around, ActivationOffload) else 0
+    kept = model.stages[0].layer_context
+    return len(kept._transfers._spare) if isinstance(kept, ActivationOffload) else 0
 
 
 def torchs_muon(

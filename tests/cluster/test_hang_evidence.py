@@ -71,7 +71,8 @@ def test_absent_rank_is_found_with_several_collectives_in_flight(begin: Begin) -
     assert blame.operation is not None
     # Both wait for it directly, in its tensor and its shard group, and begin within milliseconds of each other: the operation
     # that is named is the one that has waited longest.
-    assert blame.operation.waiting in ((0,), (3,))
+    groups = {(0,): "tensor group of ranks 0, 1", (3,): "shard group of ranks 1, 3"}
+    assert blame.operation.group == groups[blame.operation.waiting]
     assert "hang_ranks.py" in str(blame)  # the line that hangs
     assert "2 more wait through others" in str(blame)
 

@@ -187,10 +187,14 @@ def _schedule(facts: Facts) -> Iterator[RuleViolation]:
         )
 
 
+def _splits_backward(parallel: ParallelSection) -> bool:
+    return parallel.pipeline > 1 and schedule_named(parallel.schedule).split_backward
+
+
 def _split_backward_sharded(facts: Facts) -> Iterator[RuleViolation]:
     # Measured on torch 2.13: loss off by 0.08 to 0.58 with reshard_after_forward, correct without.
     parallel = _parallel(facts)
-    if parallel.pipeline > 1 and schedule_named(parallel.schedule).split_backward and parallel.reshards:
+    if _splits_backward(parallel) and parallel.reshards:
         layout: Layout = facts.layout
         # bf16 goes through FSDP also in a group of one.
         if layout.replicate * layout.shard > 1 or facts.job.train.precision != "fp32":
@@ -204,7 +208,7 @@ def _split_backward_sharded(facts: Facts) -> Iterator[RuleViolation]:
 
 def _split_backward_compiled(facts: Facts) -> Iterator[RuleViolation]:
     parallel = _parallel(facts)
-    if parallel.pipeline > 1 and schedule_named(parallel.schedule).split_backward and facts.job.train.compile:
+    if _splits_backward(parallel) and facts.job.train.compile:
         yield RuleViolation(
             ("train.compile", "parallel.schedule"),
             f'schedule "{parallel.schedule}" with compile = true gives wrong gradients: torch.compile cannot split '
@@ -215,9 +219,7 @@ def _split_backward_compiled(facts: Facts) -> Iterator[RuleViolation]:
 
 def _split_backward_selective(facts: Facts) -> Iterator[RuleViolation]:
     parallel = _parallel(facts)
-    if facts.job.train.activation_checkpointing != "selective" or parallel.pipeline == 1:
-        return
-    if schedule_named(parallel.schedule).split_backward:
+    if facts.job.train.activation_checkpointing == "selective" and _splits_backward(parallel):
         yield RuleViolation(
             ("train.activation_checkpointing", "parallel.schedule"),
             f'activation_checkpointing = "selective" with schedule "{parallel.schedule}": its backward pass has two parts, for '
@@ -228,9 +230,7 @@ def _split_backward_selective(facts: Facts) -> Iterator[RuleViolation]:
 
 def _split_backward_offload(facts: Facts) -> Iterator[RuleViolation]:
     parallel = _parallel(facts)
-    if not facts.job.train.offload_activations or parallel.pipeline == 1:
-        return
-    if schedule_named(parallel.schedule).split_backward:
+    if facts.job.train.offload_activations and _splits_backward(parallel):
         yield RuleViolation(
             ("train.offload_activations", "parallel.schedule"),
             f'offload_activations with schedule "{parallel.schedule}": its backward pass has two parts, which recompute a layer '
@@ -241,9 +241,7 @@ def _split_backward_offload(facts: Facts) -> Iterator[RuleViolation]:
 
 def _split_backward_accumulate(facts: Facts) -> Iterator[RuleViolation]:
     parallel = _parallel(facts)
-    if facts.job.train.accumulate != "sharded" or parallel.pipeline == 1:
-        return
-    if schedule_named(parallel.schedule).split_backward:
+    if facts.job.train.accumulate == "sharded" and _splits_backward(parallel):
         yield RuleViolation(
             ("train.accumulate", "parallel.schedule"),
             f'accumulate = "sharded" with schedule "{parallel.schedule}": it computes the weight gradients of a whole stage in '

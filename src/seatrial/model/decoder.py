@@ -345,7 +345,8 @@ class Head(nn.Module):
         return self.loss(x_BTD, weight, target_BT)
 
 
-Around = Callable[[Block, Tensor], AbstractContextManager[None]]
+LayerContext = Callable[[Block, Tensor], AbstractContextManager[None]]
+"""(layer, its input) -> the context in which the layer is called."""
 
 
 class Trunk(nn.Module):
@@ -398,8 +399,8 @@ class Decoder(nn.Module):
         self.balance: Balance | None = None
         # Positions sent to each expert of each of these layers by all forward passes with gradients so far, fp64.
         self.sent_LX: Tensor | None = None
-        # Set by the trainer: what is around the call of a layer with these hidden states (activation offload).
-        self.around: Around | None = None
+        # Set by the trainer (activation offload).
+        self.layer_context: LayerContext | None = None
 
     @property
     def blocks(self) -> list[Block]:
@@ -432,7 +433,7 @@ class Decoder(nn.Module):
         mask = () if document_BT is None else (document_bias(document_BT, h_BTD.dtype, own),)
         counts: list[Tensor] = []
         for block in self.blocks:
-            with nullcontext() if self.around is None else self.around(block, h_BTD):
+            with nullcontext() if self.layer_context is None else self.layer_context(block, h_BTD):
                 h_BTD = block(h_BTD, cos_TH, sin_TH, *mask)
             if isinstance(h_BTD, tuple):
                 h_BTD, own_2X = h_BTD

@@ -128,7 +128,7 @@ class ParallelModel:
         if settings.offload_activations:
             transfers = Transfers(mesh.device)
             for stage in self.stages:
-                stage.around = ActivationOffload(
+                stage.layer_context = ActivationOffload(
                     stage.blocks, transfers, receives=stage.model.embed_tokens is None
                 )
         for stage in self.stages:

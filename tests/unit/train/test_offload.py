@@ -63,10 +63,10 @@ def test_gradients_are_those_without_offload(patch: Any, late: bool, every: int)
 def test_host_memory_is_used_again(patch: Any) -> None:
     model = model_on(LateDevice(), **OFFLOAD)
     gradients(model, passes=3)
-    around = model.stages[0].around
-    assert isinstance(around, ActivationOffload)
+    context = model.stages[0].layer_context
+    assert isinstance(context, ActivationOffload)
     recipe = Recipe(sequence=16, global_batch=4, microbatch=2, recompute="full", offload=True)
-    assert len(around._transfers._spare) == offloaded_inputs(model.arch, recipe, 0) == LAYERS - 1
+    assert len(context._transfers._spare) == offloaded_inputs(model.arch, recipe, 0) == LAYERS - 1
 
 
 def test_an_abandoned_forward_pass_leaves_nothing(patch: Any) -> None:
