@@ -124,14 +124,15 @@ def derived(job: Job, rank: int, device: str) -> Derived:
         add("send", "pipeline", M * (ahead + back), 2 * arch.num_experts * 4, "float32")
         add("receive", "pipeline", M * (ahead + back), 2 * arch.num_experts * 4, "float32")
 
-    # The one vector of a step, and how many positions were sent to each expert.
+    # The one vector of a step, and before it how many positions were sent to each expert.
     world = layout.world_size
-    vector = 8 * (14 + 5 * world + arch.num_hidden_layers * arch.num_experts)
-    if device == "cuda":
-        add("all-reduce", "world", int(world > 1), vector, "float64")
-    else:
-        for dimension in ("tensor", "shard", "replicate", "pipeline"):
-            add("all-reduce", dimension, int(getattr(layout, dimension) > 1), vector, "float64")
+    for size in (14 + 5 * world, arch.num_hidden_layers * arch.num_experts):
+        if device == "cuda":
+            add("all-reduce", "world", int(world > 1 and size > 0), 8 * size, "float64")
+        else:
+            for dimension in ("tensor", "shard", "replicate", "pipeline"):
+                calls = int(getattr(layout, dimension) > 1 and size > 0)
+                add("all-reduce", dimension, calls, 8 * size, "float64")
     return {key: (calls, n_bytes) for key, (calls, n_bytes) in out.items()}
 
 
@@ -154,6 +155,8 @@ def _layer(job: Job) -> Group:
     if a.qk_norm:
         group += [(H, 1), (H, 1)]
     if a.num_experts:
+        shared = a.n_shared_experts * a.moe_intermediate_size // n
+        group += [(shared, D), (shared, D), (D, shared)] if shared else []
         return [*group, (a.num_experts, D), *_experts(job)]
     return [*group, (width // n, D), (width // n, D), (D, width // n)]
 
@@ -176,9 +179,17 @@ def held(job: Job, rank: int) -> int:
     """Parameters of `rank`, in elements."""
     layout = job.layout
     at = layout.coordinates(rank)
-    stages = layout.stage_indices(at.pipeline)
-    layers = sum(len(layout.stage_layers(s, job.architecture.num_hidden_layers)) for s in stages)
-    groups = [_layer(job)] * layers + [_rest(job, s) for s in stages]
-    return sum(
+    groups = [_layer(job)] * _layers(job, rank) + [_rest(job, s) for s in layout.stage_indices(at.pipeline)]
+    return held_biases(job, rank) + sum(
         _chunk(shape[0], layout.shard, at.shard) * prod(shape[1:]) for group in groups for shape in group
     )
+
+
+def held_biases(job: Job, rank: int) -> int:
+    """Elements of its routers' biases, which have no gradient."""
+    return _layers(job, rank) * job.architecture.router_biases
+
+
+def _layers(job: Job, rank: int) -> int:
+    stages = job.layout.stage_indices(job.layout.coordinates(rank).pipeline)
+    return sum(len(job.layout.stage_layers(s, job.architecture.num_hidden_layers)) for s in stages)

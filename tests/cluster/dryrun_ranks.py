@@ -78,7 +78,7 @@ def job_of(case: dict[str, Any]) -> Job:
     )
     arch = parity_ranks.arch_of(case)
     if case.get("all_experts"):  # every expert gets all positions: as evenly spread as a dry run assumes
-        arch = replace(arch, num_experts_per_tok=arch.num_experts)
+        arch = replace(arch, num_experts_per_tok=arch.num_experts, topk_group=arch.n_group)
     return Job(file, arch, layout, "dry")
 
 

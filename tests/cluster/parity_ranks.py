@@ -38,6 +38,7 @@ from seatrial.job.architecture import Architecture
 from seatrial.job.job import Job
 from seatrial.job.layout import Layout
 from seatrial.job.lora import Lora
+from seatrial.job.parameters import is_router_bias
 from seatrial.job.schema import GroupSection, OptimizerSection
 from seatrial.model import lora
 from seatrial.model.hf import HuggingFaceWeights
@@ -89,6 +90,16 @@ EXPERTS: dict[str, Any] = {
 }
 
 
+DEEPSEEK: dict[str, Any] = {
+    "sigmoid_router": True,
+    "n_shared_experts": 3,  # together of another width than all heads, by which selective recomputation would mistake them
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "partial_rotary_factor": 0.5,
+}
+
+
 class OneSided(RandomWeights):
     """Weights whose routers never choose the second half of the experts: their logits are 0, and one of two others is more."""
 
@@ -106,7 +117,7 @@ class NoisyWeights(RandomWeights):
 
     def read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
         values = super().read(name, box, dtype)
-        if name.endswith(("norm.weight", ".bias")):
+        if name.endswith(("norm.weight", ".bias")) or is_router_bias(name):
             size = self._shapes[name][0]
             generator = torch.Generator().manual_seed(sum(name.encode()))
             noise = 0.05 * torch.randn(size, generator=generator)
@@ -188,6 +199,8 @@ def arch_of(case: dict[str, Any]) -> Architecture:
         arch = replace(arch, family="qwen3", qkv_bias=False, qk_norm=True)
     if case.get("family") == "qwen3_moe":
         arch = replace(arch, family="qwen3_moe", qkv_bias=False, qk_norm=True, **EXPERTS)
+    if case.get("family") == "glm4_moe":
+        arch = replace(arch, family="glm4_moe", qk_norm=True, **EXPERTS, **DEEPSEEK)
     if "lora" in case:
         arch = replace(arch, lora=Lora.of(case["lora"]))
     return arch
@@ -237,6 +250,9 @@ def sabotage(model: ParallelModel, what: str | None) -> None:
         for block in model.stages[0].blocks:
             _, of_experts = block._get_fsdp_state()._fsdp_param_groups  # type: ignore[operator, union-attr]
             of_experts._reduce_scatter_comm = OwnPart()
+    elif what == "biases moved by each rank's own positions":
+        whole = Mesh.sum_over_ranks
+        Mesh.sum_over_ranks = lambda mesh, x: x if x.dim() == 2 else whole(mesh, x)  # type: ignore[method-assign]
     elif what == "keys in the order of ranks":
         context.in_order = lambda both_BTE, size: both_BTE
     elif what == "gradients of keys not summed":
@@ -315,7 +331,7 @@ def train(case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     def keep_counts() -> Tensor | None:
         count_LX = take()
         if count_LX is not None:
-            routed.append(count_LX)
+            routed.append(count_LX.clone())  # it is summed over ranks in place
         return count_LX
 
     model.take_expert_counts = keep_counts  # type: ignore[method-assign]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from dryrun_derived import derived, held
+from dryrun_derived import derived, held, held_biases
 from dryrun_ranks import job_of
 from parity import FULL, INTERLEAVED, OFFLOAD, RECOMPUTE, SELECTIVE, ZERO_BUBBLE, Case
 from parity_ranks import LOGITS
@@ -23,6 +23,7 @@ pytestmark = pytest.mark.cluster
 BF16 = {"precision": "bf16"}
 FP8 = {"precision": "fp8"}
 EXPERTS = {"family": "qwen3_moe", **BF16}
+DEEPSEEK = {"family": "glm4_moe", **BF16}
 # Two layers and two microbatches, where there is no pipeline: a trace takes as long as it has operations.
 LITTLE = {"microbatch": 8, "layers": 2}
 LAYOUTS: dict[str, Case] = {
@@ -98,6 +99,13 @@ LAYOUTS: dict[str, Case] = {
         "microbatch": 1,
         "layers": 2,
     },
+    "tp2-pp2-fsdp2-deepseek": {"layout": FULL, **DEEPSEEK, **SELECTIVE},
+    "ep2-tp2-deepseek": {
+        "layout": {"tensor": 2, "shard": 2, "expert": 2},
+        **DEEPSEEK,
+        "all_experts": True,
+        **LITTLE,
+    },
     "tp2-pp2-fsdp2-lora-selective": {
         "layout": FULL,
         **BF16,
@@ -166,9 +174,10 @@ def test_parameters_gradients_and_optimizer_state_are_exact(name: str, out: Path
         assert dry["bytes"] == real["bytes"]
         # Against what the real rank holds, and against the sizes by hand: fp32, and one step count a parameter.
         assert dry["bytes"]["parameters"] == real["held"] == 4 * held(job, rank)
-        assert dry["bytes"]["gradients"] == real["held"]
+        trained = real["held"] - 4 * held_biases(job, rank)
+        assert dry["bytes"]["gradients"] == trained
         assert dry["bytes"]["optimizer"] == real["state"] + real["scalars"]
-        assert real["state"] == 2 * real["held"]
+        assert real["state"] == 2 * trained
 
 
 @pytest.mark.ci

@@ -30,6 +30,14 @@ COMMON = (
     "train.sequence_length=1024",
 )
 LORA = ("model.lora.rank=16", "model.lora.alpha=32")
+GLM = (
+    "model.preset=qwen3-30b-a3b",
+    "model.family=glm4_moe",
+    "model.num_hidden_layers=4",
+    "model.n_shared_experts=2",
+    "model.n_group=8",
+    "model.topk_group=4",
+)
 LAYOUTS = {
     "sharded": ("train.global_batch=8", "train.activation_checkpointing=full"),
     "tensor, replicated, recomputed": (
@@ -105,6 +113,19 @@ LAYOUTS = {
         "parallel.expert=4",
         "train.global_batch=16",
         "train.activation_checkpointing=none",
+    ),
+    "shared experts, divided": (
+        *GLM,
+        "parallel.expert=4",
+        "train.global_batch=16",
+        "train.activation_checkpointing=none",
+    ),
+    "shared experts, tensor, pipeline": (
+        *GLM,
+        "parallel.tensor=2",
+        "parallel.pipeline=2",
+        "train.global_batch=16",
+        "train.activation_checkpointing=selective",
     ),
     "experts, tensor, pipeline": (
         "model.preset=qwen3-30b-a3b",

@@ -125,10 +125,13 @@ def test_killed_rank_of_a_context_group_resumes_bit_for_bit(begin: Begin, tmp_pa
 
 
 @pytest.mark.ci
-def test_killed_rank_of_an_expert_group_resumes_bit_for_bit(begin: Begin, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
+def test_killed_rank_of_an_expert_group_resumes_bit_for_bit(
+    family: str, begin: Begin, tmp_path: Path
+) -> None:
     expert = ("parallel.expert=2", "parallel.shard=4", "parallel.tensor=1", "parallel.pipeline=1")
     sizes = ("num_experts=8", "num_experts_per_tok=2", "moe_intermediate_size=16")
-    model = ("model.family=qwen3_moe", *(f"model.{size}" for size in sizes))
+    model = (f"model.family={family}", *(f"model.{size}" for size in sizes))
     settings = (*expert, *model, "train.microbatch=1", "train.steps=9")
     trial = begin(*settings)
     trial.until_step(7)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from parity_ranks import EXPERTS
+from parity_ranks import DEEPSEEK, EXPERTS
 
 from conftest import run_cases
 from seatrial.checkpoint.manifest import complete
@@ -26,6 +26,7 @@ pytestmark = pytest.mark.cluster
         pytest.param("bfloat16", False, "qwen2", id="bfloat16-untied"),
         pytest.param("bfloat16", True, "qwen2", marks=pytest.mark.long, id="bfloat16-tied"),
         pytest.param("bfloat16", False, "qwen3_moe", id="bfloat16-experts"),
+        pytest.param("bfloat16", False, "glm4_moe", id="bfloat16-shared-experts"),
     ],
 )
 def test_every_byte_comes_back(tied: bool, dtype: str, family: str, tmp_path: Path) -> None:
@@ -36,6 +37,12 @@ def test_every_byte_comes_back(tied: bool, dtype: str, family: str, tmp_path: Pa
     if family == "qwen3_moe":
         config_class, model_class = transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM
         mixture = {"head_dim": 16, **EXPERTS}
+    if family == "glm4_moe":
+        config_class, model_class = transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM
+        mixture = {"head_dim": 16, "attention_bias": True, "use_qk_norm": True, "first_k_dense_replace": 0}
+        mixture |= {"num_nextn_predict_layers": 0, "n_routed_experts": EXPERTS["num_experts"]}
+        mixture |= {key: value for key, value in (EXPERTS | DEEPSEEK).items() if key != "num_experts"}
+    partial = {"partial_rotary_factor": 0.5} if family == "glm4_moe" else {}
     config = config_class(
         **mixture,
         vocab_size=264,
@@ -46,13 +53,16 @@ def test_every_byte_comes_back(tied: bool, dtype: str, family: str, tmp_path: Pa
         num_key_value_heads=2,
         max_position_embeddings=256,
         rms_norm_eps=1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6, **partial},
         tie_word_embeddings=tied,
     )
     model = model_class(config).to(getattr(torch, dtype))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_()
+    for module in model.modules():
+        if hasattr(module, "e_score_correction_bias"):  # `from_pretrained` keeps it in fp32
+            module.e_score_correction_bias = torch.randn(EXPERTS["num_experts"])
     theirs = tmp_path / "theirs"
     # Several files and an index, as every large model has.
     model.save_pretrained(theirs, max_shard_size="150KB")
@@ -80,7 +90,8 @@ def test_every_byte_comes_back(tied: bool, dtype: str, family: str, tmp_path: Pa
         assert after[name].dtype == values.dtype, name
         assert torch.equal(after[name].view(torch.uint8), values.view(torch.uint8)), name
     again = transformers.AutoModelForCausalLM.from_pretrained(ours, dtype=getattr(torch, dtype))
-    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
+    theirs_again = again.state_dict()
+    assert all(torch.equal(theirs_again[name], values) for name, values in model.state_dict().items())
 
 
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:

@@ -145,7 +145,7 @@ class TestOptimizer:
 
     def test_it_refuses_updates_as_adamw_does(self) -> None:
         w = nn.Parameter(torch.ones(2, 3))
-        s = Shard("w", w, w.detach(), Box.whole((2, 3)), (2, 3), 1, owner=True, counted=True)
+        s = Shard("w", w, w.detach(), Box.whole((2, 3)), (2, 3), 1, first=True, owner=True, counted=True)
         settings = OptimizerSection(name="momentum", lr=0.1, beta1=0.5, weight_decay=1.0)
         optimizer = build_optimizer([s], settings)
 
@@ -205,12 +205,12 @@ class TestFamily:
     def test_another_name_is_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert validate("model.family=mistrall") == 2
         said = capsys.readouterr().err
-        assert 'expected "qwen2", "llama", "qwen3", "qwen3_moe", "exaone" or "mistral"' in said
+        assert 'expected "qwen2", "llama", "qwen3", "qwen3_moe", "glm4_moe", "exaone" or "mistral"' in said
         assert 'hint: did you mean "mistral"?' in said
         model_from('{"model_type": "mixtral"}')
         assert validate() == 2
         assert (
-            "supported are qwen2, llama, qwen3, qwen3_moe, exaone, mistral: text decoders"
+            "supported are qwen2, llama, qwen3, qwen3_moe, glm4_moe, exaone, mistral: text decoders"
             in capsys.readouterr().err
         )
 

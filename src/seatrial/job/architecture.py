@@ -17,6 +17,11 @@ MIXTURE = (
     "norm_topk_prob",
     "router_aux_loss_coef",
 )
+# Those that only families with `sigmoid_router` have, and what they are in the others.
+DEEPSEEK_MIXTURE = {"n_shared_experts": 0, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}
+
+
+_LATER = DEEPSEEK_MIXTURE | {"sigmoid_router": False, "partial_rotary_factor": 1.0}
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,14 @@ class Architecture:
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = False  # the weights of a token's experts are scaled to add up to 1
     router_aux_loss_coef: float = 0.0
+    n_shared_experts: int = 0  # further experts to which every token is sent: one MLP of their width together
+    # DeepSeek-V3's routing (arXiv:2412.19437, section 2.1.2): a score is a sigmoid, and experts are chosen by score + a bias
+    # that has no gradient (`router_biases`).
+    sigmoid_router: bool = False
+    n_group: int = 1  # the experts of a token are chosen from the best `topk_group` of so many groups of them
+    topk_group: int = 1
+    routed_scaling_factor: float = 1.0  # on the weights of a token's experts
+    partial_rotary_factor: float = 1.0  # part of each head that RoPE rotates, from its begin
     lora: Lora | None = None  # adapters; then only they are trained
 
     # A model of another stack has other values of these four (`plan/model/other_model.py`). They are no fields: no job
@@ -90,9 +103,24 @@ class Architecture:
         return self.hidden_size * self.num_experts
 
     @property
+    def router_biases(self) -> int:
+        """Numbers of one layer that choose experts and are no parameters: they have no gradient (`train/router_bias.py`)."""
+        return self.num_experts if self.sigmoid_router else 0
+
+    @property
     def expert_parameters(self) -> int:
         """Parameters of one expert."""
         return 3 * self.hidden_size * self.moe_intermediate_size
+
+    @property
+    def shared_width(self) -> int:
+        """Width of the MLP that the shared experts are."""
+        return self.n_shared_experts * self.moe_intermediate_size
+
+    @property
+    def rotary_width(self) -> int:
+        """How much of a head RoPE rotates."""
+        return int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def layer_vectors(self) -> int:
@@ -115,9 +143,9 @@ class Architecture:
 
     @property
     def ffn_width(self) -> int:
-        """Width of the MLP that a token passes through: with experts, of all that it is sent to together."""
+        """Width of the MLP that a token passes through: with experts, of all that it is sent to together, shared ones too."""
         return (
-            self.num_experts_per_tok * self.moe_intermediate_size
+            self.num_experts_per_tok * self.moe_intermediate_size + self.shared_width
             if self.num_experts
             else self.intermediate_size
         )
@@ -185,7 +213,8 @@ class Architecture:
         if not self.num_experts:
             return own
         h, width, n = self.hidden_size, self.moe_intermediate_size, self.num_experts
-        return (*own[:4], (width, h, 2 * n), (h, width, n), (n, h, 1))
+        shared = ((self.shared_width, h, 2), (h, self.shared_width, 1)) if self.n_shared_experts else ()
+        return (*own[:4], (width, h, 2 * n), (h, width, n), (n, h, 1), *shared)
 
     def hidden_matrix_parameters(self) -> int:
         """Parameters of all layers' matrices, idle experts included."""
@@ -262,9 +291,11 @@ class Architecture:
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for plan.json and manifests; `from_dict` reads them back.
 
-        Without experts or adapters nothing is said of them: records made before these fields existed stay equal.
+        Nothing is said of experts, adapters and later fields that a model does not have: records made before these fields
+        existed stay equal.
         """
         values = dataclasses.asdict(self)
+        values = {key: value for key, value in values.items() if key not in _LATER or value != _LATER[key]}
         if not self.num_experts:
             values = {key: value for key, value in values.items() if key not in MIXTURE}
         if self.lora is None:

@@ -24,24 +24,37 @@ class ModelFamily:
     qkv_bias: bool = False  # q, k and v projections have a bias
     qk_norm: bool = False  # RMSNorm over head_dim of each query and key head
     experts: bool = False  # each layer has a mixture of experts in place of one MLP
+    sigmoid_router: bool = False  # its experts are chosen as in DeepSeek-V3
     # Defaults of keys in [model], for a model by explicit sizes.
     rope_theta: float = 1e6
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
+    partial_rotary_factor: float = 1.0  # another value than 1: its models may have any
     # Further keys of its config.json with the only value that the decoder computes; a file with another is refused.
     config: Mapping[str, Any] = field(default_factory=dict)
     # What its configuration class takes for a key that a file lacks, where that is not what `huggingface.py` takes.
     config_defaults: Mapping[str, Any] = field(default_factory=dict)
     kv_heads_optional: bool = False  # a file without num_key_value_heads means: as many as query heads
-    # Names in its files, where they differ. Key of config.json -> its own; parameter -> its own, with `*` for the layer:
+    # Names in its files, where they differ. Key of config.json -> its own (a switch with one here is not the same in all
+    # models of the family: above is what a file without the key means); parameter -> its own, with `*` for the layer:
     # "model.layers.*.mlp.up_proj.weight" -> "transformer.h.*.mlp.c_fc_1.weight".
     config_names: Mapping[str, str] = field(default_factory=dict)
     tensor_names: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def switches(self) -> dict[str, bool]:
-        """The fields of Architecture that are the same in all models of the family."""
-        return {"qkv_bias": self.qkv_bias, "qk_norm": self.qk_norm}
+        """The fields of Architecture that a family decides; a model may, too, where `config_names` has one."""
+        return {"qkv_bias": self.qkv_bias, "qk_norm": self.qk_norm, "sigmoid_router": self.sigmoid_router}
+
+    @property
+    def fixed_switches(self) -> dict[str, bool]:
+        """Those that are the same in all models of the family."""
+        return {key: value for key, value in self.switches.items() if key not in self.config_names}
+
+    @property
+    def free_switches(self) -> list[str]:
+        """Those that a model's config.json says."""
+        return [key for key in self.switches if key in self.config_names]
 
     def tensor_name(self, name: str) -> str:
         """The name in the family's files of the decoder's parameter `name`."""
@@ -90,6 +103,29 @@ FAMILIES = Registry(
                 "num_experts_per_tok": 8,
                 "moe_intermediate_size": 768,
                 "router_aux_loss_coef": 0.001,
+            },
+        ),
+        "glm4_moe": ModelFamily(
+            "Glm4MoeForCausalLM",
+            experts=True,
+            sigmoid_router=True,
+            rms_norm_eps=1e-5,
+            partial_rotary_factor=0.5,
+            config={"first_k_dense_replace": 0, "num_nextn_predict_layers": 0},
+            config_defaults={
+                "num_experts": 128,
+                "num_experts_per_tok": 8,
+                "moe_intermediate_size": 1408,
+                "norm_topk_prob": True,
+                "n_shared_experts": 1,
+                "first_k_dense_replace": 1,
+                "num_nextn_predict_layers": 1,
+                "rms_norm_eps": 1e-5,
+            },
+            config_names={
+                "num_experts": "n_routed_experts",
+                "qkv_bias": "attention_bias",
+                "qk_norm": "use_qk_norm",
             },
         ),
     },

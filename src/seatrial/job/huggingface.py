@@ -11,7 +11,7 @@ from typing import Any
 
 from seatrial.base.errors import Diagnostic, InputError
 from seatrial.base.files import parse_json, read_text
-from seatrial.job.architecture import MIXTURE, Architecture, RopeScaling
+from seatrial.job.architecture import DEEPSEEK_MIXTURE, MIXTURE, Architecture, RopeScaling
 from seatrial.job.families import FAMILIES, ModelFamily, family_named
 
 _SIZES = (
@@ -99,21 +99,26 @@ def architecture_from_config(config: dict[str, Any], *, file: str = "config.json
         rope_theta=float(rope.get("rope_theta") or value("rope_theta", 10000.0)),
         rms_norm_eps=float(value("rms_norm_eps", 1e-6)),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-        **family.switches,
+        **family.fixed_switches,
+        **{key: bool(config.get(key, family.switches[key])) for key in family.free_switches},
         rope_scaling=_rope_scaling(rope),
+        partial_rotary_factor=float(_partial_rotary(config) or 1.0),
         initializer_range=float(value("initializer_range", 0.02)),
-        **(_experts(config) if family.experts else {}),
+        **(_experts(config, family) if family.experts else {}),
         lora=None,
     )
 
 
-def _experts(config: dict[str, Any]) -> dict[str, Any]:
+def _experts(config: dict[str, Any], family: ModelFamily) -> dict[str, Any]:
     coefficient = config.get("router_aux_loss_coef")
-    return {
+    found = {
         **{key: config[key] for key in _EXPERTS},
         "norm_topk_prob": bool(config.get("norm_topk_prob", False)),
         "router_aux_loss_coef": float(coefficient or 0.0),
     }
+    if family.sigmoid_router:
+        found |= {key: type(usual)(config.get(key) or usual) for key, usual in DEEPSEEK_MIXTURE.items()}
+    return found
 
 
 def _expert_refusals(config: dict[str, Any]) -> list[str]:
@@ -132,12 +137,19 @@ _EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 _INTEGERS = (
     *_SIZES,
     *_EXPERTS,
+    *("n_shared_experts", "n_group", "topk_group"),
     "num_key_value_heads",
     "head_dim",
     "sliding_window",
     "max_window_layers",
 )
-_NUMBERS = ("rope_theta", "rms_norm_eps", "initializer_range")
+_NUMBERS = (
+    "rope_theta",
+    "rms_norm_eps",
+    "initializer_range",
+    "routed_scaling_factor",
+    "partial_rotary_factor",
+)
 _ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
@@ -155,7 +167,8 @@ def _malformed(config: dict[str, Any]) -> list[str]:
     if config.get("layer_types") is not None and not isinstance(config["layer_types"], list):
         found.append("layer_types must be an array")
     rope = _rope(config)
-    numbers = [(config, key) for key in _NUMBERS] + [(rope, key) for key in ("rope_theta", *_ROPE_SCALING)]
+    numbers = [(config, key) for key in _NUMBERS]
+    numbers += [(rope, key) for key in ("rope_theta", "partial_rotary_factor", *_ROPE_SCALING)]
     found += [
         f"{key} must be a positive number, not {json.dumps(table[key])}"
         for table, key in numbers
@@ -191,11 +204,15 @@ def _rope_type(rope: dict[str, Any]) -> Any:
     return rope.get("rope_type") or rope.get("type") or "default"
 
 
-def _rope_refusals(config: dict[str, Any]) -> list[str]:
+def _partial_rotary(config: dict[str, Any]) -> Any:
+    return _rope(config).get("partial_rotary_factor", config.get("partial_rotary_factor"))
+
+
+def _rope_refusals(config: dict[str, Any], family: ModelFamily) -> list[str]:
     rope, found = _rope(config), []
-    partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if partial not in (None, 1):
-        found.append(f"partial_rotary_factor = {partial} is not supported, only 1")
+    partial = _partial_rotary(config)
+    if partial not in (None, 1) and family.partial_rotary_factor == 1:
+        found.append(f"partial_rotary_factor = {partial} is not supported in this family, only 1")
     kind = _rope_type(rope)
     if kind not in ("default", "llama3"):
         found.append(f'rope_type "{kind}" is not supported, only "default" and "llama3"')
@@ -226,7 +243,7 @@ def _refusals(config: dict[str, Any], family: ModelFamily) -> list[str]:
     strange = sorted(set(map(str, config.get("layer_types") or [])) - {"full_attention", "sliding_attention"})
     if strange:
         found.append(f"layer_types {', '.join(strange)}: only full attention is supported")
-    return found + _rope_refusals(config)
+    return found + _rope_refusals(config, family)
 
 
 _WINDOW = ("use_sliding_window", "sliding_window")  # judged together
@@ -252,11 +269,11 @@ def config_from_architecture(architecture: Architecture, dtype: str = "bfloat16"
     if dtype not in _DTYPES:
         raise ValueError(f"dtype must be one of {_DTYPES}, not {dtype!r}")
     family = family_named(a.family)
-    if {"qkv_bias": a.qkv_bias, "qk_norm": a.qk_norm} != family.switches:
+    if other := [key for key, usual in family.fixed_switches.items() if getattr(a, key) != usual]:
         raise InputError(
-            f'a model of family "{a.family}" with qkv_bias = {a.qkv_bias} and qk_norm = {a.qk_norm} has no '
+            f'a model of family "{a.family}" with {" and ".join(f"{key} = {getattr(a, key)}" for key in other)} has no '
             "config.json: transformers does not support it",
-            hint=f"models of this family have qkv_bias = {family.qkv_bias} and qk_norm = {family.qk_norm}",
+            hint=f"models of this family have {' and '.join(f'{key} = {family.switches[key]}' for key in other)}",
         )
     scaling: dict[str, Any] | None = None
     if a.rope_scaling is not None:
@@ -267,6 +284,7 @@ def config_from_architecture(architecture: Architecture, dtype: str = "bfloat16"
             "high_freq_factor": a.rope_scaling.high_freq_factor,
             "original_max_position_embeddings": a.rope_scaling.original_max_position_embeddings,
         }
+    partial = {} if family.partial_rotary_factor == 1 else {"partial_rotary_factor": a.partial_rotary_factor}
     config: dict[str, Any] = {
         "architectures": [family.causal_lm],
         "model_type": a.family,
@@ -279,7 +297,7 @@ def config_from_architecture(architecture: Architecture, dtype: str = "bfloat16"
         "initializer_range": a.initializer_range,
         "tie_word_embeddings": a.tie_word_embeddings,
         # transformers 5 reads rope_parameters, version 4 and most servers the other two.
-        "rope_parameters": {"rope_theta": a.rope_theta, **(scaling or {"rope_type": "default"})},
+        "rope_parameters": {"rope_theta": a.rope_theta, **(scaling or {"rope_type": "default"}), **partial},
         "rope_theta": a.rope_theta,
         "rope_scaling": scaling,
         "use_cache": True,
@@ -289,6 +307,9 @@ def config_from_architecture(architecture: Architecture, dtype: str = "bfloat16"
         "dtype": dtype,
         "torch_dtype": dtype,
         **({key: getattr(a, key) for key in MIXTURE} if family.experts else {}),
+        **({key: getattr(a, key) for key in DEEPSEEK_MIXTURE} if family.sigmoid_router else {}),
+        **{key: getattr(a, key) for key in family.free_switches},
+        **partial,
         **family.config,
     }
     return {family.config_names.get(key, key): value for key, value in config.items()}

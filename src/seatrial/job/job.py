@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from seatrial.base.errors import Diagnostic, InputError, InternalError
 from seatrial.base.files import flat
 from seatrial.job.architecture import Architecture
+from seatrial.job.families import family_named
 from seatrial.job.finding import RuleViolation
 from seatrial.job.layout import Layout
 from seatrial.job.numbers import shares
@@ -167,6 +168,8 @@ class Job:
                 if origin is not None:
                     out.append(f"# from {origin}")
                 values = {"init_from": self.model.init_from, **self.architecture.as_dict()}
+                if family_named(self.architecture.family).partial_rotary_factor != 1:
+                    values["partial_rotary_factor"] = self.architecture.partial_rotary_factor
             if name == "parallel":
                 if self.chosen is not None:
                     out.append('# chosen by parallel = "auto": see plan.json for the reasons')

@@ -7,7 +7,7 @@ import tomllib
 from importlib import resources
 from typing import Any
 
-from seatrial.job.architecture import Architecture, RopeScaling
+from seatrial.job.architecture import DEEPSEEK_MIXTURE, Architecture, RopeScaling
 from seatrial.job.families import family_named
 
 
@@ -27,7 +27,10 @@ def family_defaults(name: str) -> dict[str, Any]:
         "num_experts_per_tok": 0,
         "moe_intermediate_size": 0,
         "norm_topk_prob": family.experts,
-        "router_aux_loss_coef": 0.001 if family.experts else 0.0,
+        "router_aux_loss_coef": 0.001 if family.experts and not family.sigmoid_router else 0.0,
+        **DEEPSEEK_MIXTURE,
+        "n_shared_experts": 1 if family.sigmoid_router else 0,
+        "partial_rotary_factor": family.partial_rotary_factor,
         "lora": None,
     }
 

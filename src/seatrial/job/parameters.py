@@ -8,6 +8,12 @@ from seatrial.job.architecture import Architecture
 from seatrial.job.lora import LORA_TARGETS
 
 _ATTENTION, _MLP = LORA_TARGETS[:4], LORA_TARGETS[4:]
+_ROUTER_BIAS = ".mlp.gate.e_score_correction_bias"
+
+
+def is_router_bias(name: str) -> bool:
+    """Whether a parameter's name is that of a router's bias: kept in fp32, whole on every rank, without a gradient."""
+    return name.endswith(_ROUTER_BIAS)
 
 
 def trained_names(arch: Architecture, layers: Iterable[object] | None = None) -> Iterator[str]:
@@ -35,4 +41,6 @@ def _of_layer(arch: Architecture) -> list[str]:
     names += [f"self_attn.{name}.weight" for name in ("q_norm", "k_norm") if arch.qk_norm]
     if arch.num_experts:
         names += ["mlp.gate.weight", *(f"mlp.experts.{name}" for name in _MLP)]
+    if arch.n_shared_experts:
+        names += [f"mlp.shared_experts.{name}.weight" for name in _MLP]
     return names

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from seatrial.base.errors import InputError
-from seatrial.job.architecture import Architecture, RopeScaling
+from seatrial.job.architecture import DEEPSEEK_MIXTURE, Architecture, RopeScaling
 from seatrial.job.families import family_named
 from seatrial.job.finding import RuleViolation
 from seatrial.job.huggingface import read_config
@@ -38,7 +38,11 @@ def resolve_architecture(model: ModelSection) -> tuple[Architecture, list[RuleVi
     if family is not None and family != base.get("family"):
         # The base's biases and norms would not make a model of this family, and its routing would be none.
         own = family_defaults(family)
-        keys = (*family_named(family).switches, "norm_topk_prob", "router_aux_loss_coef")
+        keys = (
+            *family_named(family).switches,
+            *("norm_topk_prob", "router_aux_loss_coef", "partial_rotary_factor"),
+            *DEEPSEEK_MIXTURE,
+        )
         values |= {key: explicit.get(key, own[key]) for key in keys}
     for key in unreadable:
         values.pop(key, None)

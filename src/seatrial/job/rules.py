@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from seatrial.base.errors import InputError
 from seatrial.job.alert_rules import rules
-from seatrial.job.architecture import MIXTURE
+from seatrial.job.architecture import DEEPSEEK_MIXTURE, MIXTURE
 from seatrial.job.families import FAMILIES, family_named
 from seatrial.job.finding import Facts, RuleViolation
 from seatrial.job.huggingface import read_config
@@ -69,13 +69,19 @@ def _head_dim(facts: Facts) -> Iterator[RuleViolation]:
             f"head_dim {d} is odd: rotary position embedding rotates pairs of dimensions",
             f"use head_dim = {d - 1 or 2} or {d + 1}",
         )
+    elif (width := d * facts.architecture.partial_rotary_factor) < 2 or width % 2:
+        yield RuleViolation(
+            ("model.partial_rotary_factor", "model.head_dim", "model"),
+            f"partial_rotary_factor {facts.architecture.partial_rotary_factor:g} of head_dim {d} is {width:g}: rotary position "
+            "embedding rotates pairs of dimensions",
+            f"use partial_rotary_factor = {max(2, 2 * int(width / 2)) / d:g}",
+        )
 
 
 def _family(facts: Facts) -> Iterator[RuleViolation]:
     a = facts.architecture
-    own = family_named(a.family).switches
-    for key, value in (("qkv_bias", a.qkv_bias), ("qk_norm", a.qk_norm)):
-        if value != own[key]:
+    for key, usual in family_named(a.family).fixed_switches.items():
+        if (value := getattr(a, key)) != usual:
             owner = next(name for name, family in FAMILIES.own.items() if family.switches[key])
             shown = str(value).lower()
             yield RuleViolation(
@@ -86,13 +92,21 @@ def _family(facts: Facts) -> Iterator[RuleViolation]:
                 else f"remove {key}: it is always true for {a.family}",
             )
 
+    if a.partial_rotary_factor != 1 and family_named(a.family).partial_rotary_factor == 1:
+        yield RuleViolation(
+            ("model.partial_rotary_factor", "model.family", "model"),
+            f'partial_rotary_factor {a.partial_rotary_factor:g} with family "{a.family}": no published model of it has this, so it '
+            "could not be exported",
+            "remove partial_rotary_factor",
+        )
+
 
 def _experts(facts: Facts) -> Iterator[RuleViolation]:
     a = facts.architecture
     sizes = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
     if not family_named(a.family).experts:
         given = [key for key in MIXTURE if getattr(a, key)]
-        if given:
+        if given := given + _only_deepseek(facts):
             owners = [name for name, family in FAMILIES.own.items() if family.experts]
             yield RuleViolation(
                 tuple(f"model.{key}" for key in given),
@@ -113,6 +127,57 @@ def _experts(facts: Facts) -> Iterator[RuleViolation]:
             f"num_experts_per_tok {a.num_experts_per_tok} is more than num_experts {a.num_experts}: a token is sent to different "
             "experts",
             f"use num_experts_per_tok = {a.num_experts} or less",
+        )
+    elif not family_named(a.family).sigmoid_router:
+        if given := _only_deepseek(facts):
+            owner = next(name for name, family in FAMILIES.own.items() if family.sigmoid_router)
+            yield RuleViolation(
+                tuple(f"model.{key}" for key in given),
+                f'{given[0]} with family "{a.family}": no published model of it has this, so it could not be exported',
+                f'remove {", ".join(given)}, or set family = "{owner}"',
+            )
+    else:
+        yield from _expert_groups(facts)
+
+
+def _only_deepseek(facts: Facts) -> list[str]:
+    """Keys that only families with a sigmoid router have."""
+    a = facts.architecture
+    return [key for key, usual in DEEPSEEK_MIXTURE.items() if getattr(a, key) != usual]
+
+
+def _expert_groups(facts: Facts) -> Iterator[RuleViolation]:
+    a = facts.architecture
+    keys = ("model.n_group", "model.topk_group", "model.num_experts", "model")
+    if a.num_experts % a.n_group or a.num_experts < 2 * a.n_group:
+        fits = [n for n in divisors(a.num_experts) if 2 * n <= a.num_experts]
+        yield RuleViolation(
+            keys,
+            f"num_experts {a.num_experts} is not {a.n_group} equal groups of two or more experts: a group's score is the sum of its "
+            "two best",
+            f"use n_group = {either(fits[-3:] or [1])}",
+        )
+    elif a.topk_group > a.n_group:
+        yield RuleViolation(
+            keys[1:2] + keys,
+            f"topk_group {a.topk_group} is more than n_group {a.n_group}",
+            f"use topk_group = {a.n_group} or less",
+        )
+    elif a.num_experts_per_tok > (within := a.topk_group * (a.num_experts // a.n_group)):
+        yield RuleViolation(
+            keys[1:2] + keys,
+            f"num_experts_per_tok {a.num_experts_per_tok} is more than the {within} experts of topk_group {a.topk_group} groups",
+            f"use num_experts_per_tok = {within} or less, or a larger topk_group",
+        )
+
+
+def _router_bias(facts: Facts) -> Iterator[RuleViolation]:
+    optimizer, usual = facts.job.optimizer, OptimizerSection.model_fields["router_bias_update_rate"].default
+    if optimizer.router_bias_update_rate != usual and not facts.architecture.sigmoid_router:
+        yield RuleViolation(
+            ("optimizer.router_bias_update_rate",),
+            f'router_bias_update_rate has no effect: routers of family "{facts.architecture.family}" have no bias',
+            "remove it",
         )
 
 
@@ -558,6 +623,7 @@ RULES: tuple[Rule, ...] = (
     _head_dim,
     _family,
     _experts,
+    _router_bias,
     _rope_scaling,
     _update_size,
     _groups,

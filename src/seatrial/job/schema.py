@@ -149,6 +149,7 @@ class ModelSection(Section):
     tie_word_embeddings: bool | None = None
     qkv_bias: bool | None = None
     qk_norm: bool | None = None
+    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] | None = None
     rope_scaling: RopeScalingSection | None = None
     initializer_range: Annotated[float, Field(ge=1e-6, le=10)] | None = None
     num_experts: Size | None = None
@@ -156,6 +157,11 @@ class ModelSection(Section):
     moe_intermediate_size: Size | None = None
     norm_topk_prob: bool | None = None
     router_aux_loss_coef: Annotated[float, Field(ge=0, le=1000)] | None = None
+    n_shared_experts: Size | None = None
+    sigmoid_router: bool | None = None
+    n_group: Size | None = None
+    topk_group: Size | None = None
+    routed_scaling_factor: Annotated[float, Field(gt=0, le=1000)] | None = None
     lora: LoraSection | None = Field(
         default=None, description="train low-rank adapters of the weights of `init_from`, which are frozen"
     )
@@ -483,6 +489,11 @@ class OptimizerSection(Section):
     adamw_lr_factor: Annotated[float, Field(ge=1e-6, le=1000)] = Field(
         default=1.0, description="muon: factor on lr for what adamw updates: embedding, head, norms, biases"
     )
+    router_bias_update_rate: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.001,
+        description="sigmoid_router: what a step adds to the bias of each expert that got fewer tokens than the mean, and takes from "
+        "the others",
+    )
     clip_norm: Annotated[float, Field(ge=0, le=1_000_000)] = Field(
         default=1.0, description="largest global gradient norm; 0: no clipping"
     )
@@ -501,7 +512,8 @@ class OptimizerSection(Section):
         values: dict[str, Any] = handler(self)
         without = {"name"} if self.name == ADAMW.name else set()
         without |= set() if self.name == MUON.name else set(MUON_KEYS)
-        without |= {"decay_form"} if self.decay_form == "linear" else set()
+        usual = {"decay_form": "linear", "router_bias_update_rate": 0.001}
+        without |= {key for key, value in usual.items() if getattr(self, key) == value}
         without |= set() if self.groups else {"groups"}
         return {key: value for key, value in values.items() if key not in without}
 

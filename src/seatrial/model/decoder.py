@@ -67,14 +67,14 @@ class RMSNorm(nn.Module):
 
 
 def inverse_frequencies(
-    head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device | str | None = None
+    width: int, theta: float, scaling: RopeScaling | None, device: torch.device | str | None = None
 ) -> Tensor:
-    """RoPE's angular frequencies, fp32 [H/2] (arXiv:2104.09864), with Llama 3.1's scaling where it is given.
+    """RoPE's angular frequencies, fp32 [width/2] (arXiv:2104.09864), with Llama 3.1's scaling where it is given.
 
     The scaling divides low frequencies by `factor`, keeps high ones, and interpolates linearly in between, according to
     the ratio of the original context length to the wavelength.
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim
+    exponents = torch.arange(0, width, 2, dtype=torch.int64, device=device).float() / width
     freq = 1.0 / (theta**exponents)
     if scaling is None:
         return freq
@@ -101,11 +101,11 @@ class RotaryTable:
         self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def __call__(self, length: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(cos, sin), each [T, H]."""
+        """(cos, sin), each [T, H], or as much of H as is rotated."""
         key = (device, dtype)
         if key not in self._tables or self._tables[key][0].shape[0] < length:
             a = self._arch
-            freq = inverse_frequencies(a.head_dim, a.rope_theta, a.rope_scaling, device)
+            freq = inverse_frequencies(a.rotary_width, a.rope_theta, a.rope_scaling, device)
             angles = torch.outer(torch.arange(length, device=device).float(), freq)
             angles_TH = torch.cat((angles, angles), dim=-1)
             self._tables[key] = (angles_TH.cos().to(dtype), angles_TH.sin().to(dtype))
@@ -114,10 +114,12 @@ class RotaryTable:
 
 
 def rotate(x_BTNH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
-    """Rotate each head's pairs (i, i + H/2) by their position's angle."""
-    first, second = x_BTNH.chunk(2, dim=-1)
+    """Rotate each head's pairs (i, i + W/2) by their position's angle; W, the tables' width, is H or less."""
+    turned, rest = x_BTNH.tensor_split([cos_TH.shape[-1]], dim=-1)
+    first, second = turned.chunk(2, dim=-1)
     rotated = torch.cat((-second, first), dim=-1)
-    return x_BTNH * cos_TH[:, None] + rotated * sin_TH[:, None]
+    out = turned * cos_TH[:, None] + rotated * sin_TH[:, None]
+    return torch.cat((out, rest), dim=-1) if rest.shape[-1] else out
 
 
 def document_bias(document_BT: Tensor, dtype: torch.dtype, own: OwnPositions | None = None) -> Tensor:
@@ -186,9 +188,8 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU (arXiv:2002.05202)."""
 
-    def __init__(self, arch: Architecture) -> None:
+    def __init__(self, D: int, width: int) -> None:
         super().__init__()
-        D, width = arch.hidden_size, arch.intermediate_size
         self.gate_proj = nn.Linear(D, width, bias=False)
         self.up_proj = nn.Linear(D, width, bias=False)
         self.down_proj: nn.Module = nn.Linear(width, D, bias=False)
@@ -251,15 +252,78 @@ class FromSlots(torch.autograd.Function):
         return grads[0][order_S // slot_Rk.shape[1]], None, None
 
 
+class _InFp32(torch.autograd.Function):
+    """x W^T in fp32, whatever their dtype, without keeping fp32 copies of them."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RD: Tensor, weight_XD: Tensor) -> Tensor:
+        ctx.save_for_backward(x_RD, weight_XD)
+        return F.linear(x_RD.float(), weight_XD.float())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x_RD, weight_XD = ctx.saved_tensors
+        of_x, of_weight = grads[0] @ weight_XD.float(), grads[0].T @ x_RD.float()
+        return of_x.to(x_RD.dtype), of_weight.to(weight_XD.dtype)
+
+
+class Router(nn.Linear):
+    """Which experts a position is sent to, and with which weights."""
+
+    def __init__(self, arch: Architecture) -> None:
+        super().__init__(arch.hidden_size, arch.num_experts, bias=False)
+        self.per_position = arch.num_experts_per_tok
+        self.normalise = arch.norm_topk_prob
+        self.groups, self.best_groups = arch.n_group, arch.topk_group
+        self.scale = arch.routed_scaling_factor
+        # Moved by how many positions each expert got (`train/router_bias.py`); whole and in fp32 on every rank.
+        self.e_score_correction_bias = (
+            nn.Parameter(torch.empty(arch.num_experts, dtype=torch.float32), requires_grad=False)
+            if arch.sigmoid_router
+            else None
+        )
+
+    def forward(self, x_RD: Tensor) -> Tensor:
+        """Logits [R, X]."""
+        if self.e_score_correction_bias is None:
+            return super().forward(x_RD)
+        logits_RX: Tensor = _InFp32.apply(x_RD, self.weight)
+        return logits_RX
+
+    def choose(self, logits_RX: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Weights and numbers of each position's experts [R, k], and its probabilities of all of them [R, X]; fp32."""
+        if self.e_score_correction_bias is None:
+            probability_RX = F.softmax(logits_RX, dim=-1, dtype=torch.float32)
+            weight_Rk, expert_Rk = probability_RX.topk(self.per_position, dim=-1)
+        else:
+            score_RX = logits_RX.sigmoid()
+            probability_RX = score_RX / score_RX.sum(-1, keepdim=True)
+            expert_Rk = self._best(score_RX.detach() + self.e_score_correction_bias)
+            weight_Rk = score_RX.gather(1, expert_Rk)
+        if self.normalise:
+            weight_Rk = weight_Rk / weight_Rk.sum(-1, keepdim=True)
+        return (weight_Rk if self.scale == 1 else weight_Rk * self.scale), expert_Rk, probability_RX
+
+    def _best(self, score_RX: Tensor) -> Tensor:
+        """The experts of the best groups with the highest scores [R, k]; a group's score is the sum of its two best experts'."""
+        if self.groups > 1:
+            score_RGx = score_RX.unflatten(1, (self.groups, -1))
+            group_RG = score_RGx.topk(2, dim=-1).values.sum(-1)
+            best_Rg = group_RG.topk(self.best_groups, dim=-1).indices
+            out_RG = torch.ones_like(group_RG, dtype=torch.bool).scatter(1, best_Rg, False)
+            score_RX = score_RGx.masked_fill(out_RG[:, :, None], float("-inf")).flatten(1)
+        return score_RX.topk(self.per_position, dim=-1).indices
+
+
 class SparseMLP(nn.Module):
-    """A mixture of experts: each position is sent to the k experts to which the router gives most; none is dropped."""
+    """A mixture of experts: each position is sent to the k experts that the router chooses; none is dropped."""
 
     def __init__(self, arch: Architecture) -> None:
         super().__init__()
-        self.gate = nn.Linear(arch.hidden_size, arch.num_experts, bias=False)
+        self.gate = Router(arch)
         self.experts = Experts(arch)
-        self.per_position = arch.num_experts_per_tok
-        self.normalise = arch.norm_topk_prob
+        # To which every position is sent.
+        self.shared_experts = MLP(arch.hidden_size, arch.shared_width) if arch.n_shared_experts else None
         # A parallel layout's communication: from this rank's positions to all of them, and back, summed over ranks.
         self.gather: Callable[[Tensor], Tensor] | None = None
         self.scatter: Callable[[Tensor], Tensor] | None = None
@@ -271,10 +335,7 @@ class SparseMLP(nn.Module):
         if self.gather is not None:
             x_BTD = self.gather(x_BTD)
         x_RD = x_BTD.flatten(0, 1)
-        probability_RX = F.softmax(self.gate(x_RD), dim=-1, dtype=torch.float32)
-        weight_Rk, expert_Rk = probability_RX.topk(self.per_position, dim=-1)
-        if self.normalise:
-            weight_Rk = weight_Rk / weight_Rk.sum(-1, keepdim=True)
+        weight_Rk, expert_Rk, probability_RX = self.gate.choose(self.gate(x_RD))
         expert_S, order_S = expert_Rk.flatten().sort(stable=True)
         slot_Rk = order_S.argsort().view_as(expert_Rk)
         experts = torch.arange(probability_RX.shape[1], device=x_RD.device)
@@ -286,6 +347,8 @@ class SparseMLP(nn.Module):
         else:
             y_SD = self.spread(self.experts, x_SD, weight_S, end_X)
         out_BTD = FromSlots.apply(y_SD, order_S, slot_Rk).view_as(x_BTD)
+        if self.shared_experts is not None:
+            out_BTD = out_BTD + self.shared_experts(x_BTD)
         count_X = end_X.diff(prepend=end_X.new_zeros(1)).float()
         routed_2X = torch.stack((count_X, probability_RX.sum(0)))
         return out_BTD if self.scatter is None else self.scatter(out_BTD), routed_2X
@@ -303,7 +366,9 @@ class Block(nn.Module):
         self.input_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
         self.self_attn = Attention(arch)
         self.post_attention_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
-        self.mlp: MLP | SparseMLP = SparseMLP(arch) if arch.num_experts else MLP(arch)
+        self.mlp: MLP | SparseMLP = (
+            SparseMLP(arch) if arch.num_experts else MLP(arch.hidden_size, arch.intermediate_size)
+        )
         self.recompute = False
         self.contexts: Callable[[], Any] | None = None
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from seatrial.base.box import Box
 from seatrial.job.architecture import Architecture
+from seatrial.job.parameters import is_router_bias
 from seatrial.model.decoder import Decoder, stored_name
 from seatrial.model.source import WeightSource
 
@@ -23,10 +24,14 @@ def load_whole(
     """The whole model on one device, in evaluation mode, every weight read from `source`."""
     with torch.device("meta"):
         model = Decoder(arch)
-    model = model.to(dtype).to_empty(device=device)
+    for name, parameter in model.named_parameters():
+        if not is_router_bias(name):
+            parameter.data = parameter.data.to(dtype)
+    model = model.to_empty(device=device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(source.read(stored_name(name, arch), Box.whole(parameter.shape), dtype))
+            box = Box.whole(parameter.shape)
+            parameter.copy_(source.read(stored_name(name, arch), box, parameter.dtype))
     return model.eval()
 
 

@@ -18,6 +18,7 @@ from seatrial.base.units import memory
 from seatrial.job.architecture import Architecture
 from seatrial.job.families import family_named
 from seatrial.job.huggingface import config_from_architecture
+from seatrial.job.parameters import is_router_bias
 from seatrial.model.expert_files import file_shapes, joined_name
 from seatrial.model.hf import EMBEDDING, INDEX, WEIGHTS
 from seatrial.model.hf_stream import write_safetensors
@@ -66,7 +67,11 @@ def write_huggingface(
     """
     shapes = file_shapes(arch)
     family = family_named(arch.family)
-    dtypes = {name: stored_dtype(dtype, source, joined_name(name)) for name in shapes}
+    # A router's bias stays in fp32, as transformers keeps it: rounded, it would choose other experts.
+    dtypes = {
+        name: torch.float32 if is_router_bias(name) else stored_dtype(dtype, source, joined_name(name))
+        for name in shapes
+    }
     sizes = {n: Box.whole(shape).numel * dtypes[n].itemsize for n, shape in shapes.items()}
     total = sum(sizes.values())
     shards = plan_shards(sizes, max_shard_bytes)

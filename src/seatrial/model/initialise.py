@@ -12,6 +12,7 @@ from torch import Tensor
 
 from seatrial.base.box import Box
 from seatrial.job.architecture import Architecture
+from seatrial.job.parameters import is_router_bias
 from seatrial.model import lora
 from seatrial.model.expert_files import file_shapes, read_joined
 from seatrial.model.source import WeightSource
@@ -46,7 +47,7 @@ class RandomWeights:
     def _read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
         if name.endswith("norm.weight"):
             return torch.ones(box.sizes, dtype=dtype)
-        if name.endswith((".bias", lora.B)):
+        if name.endswith((".bias", lora.B)) or is_router_bias(name):
             return torch.zeros(box.sizes, dtype=dtype)
         std = self._arch.initializer_range
         if name.endswith(("o_proj.weight", "down_proj.weight")):

@@ -19,6 +19,7 @@ from seatrial.data.loader import NO_TARGET
 from seatrial.hardware.catalogue import Precision
 from seatrial.job.architecture import Architecture
 from seatrial.job.layout import Coordinates, Layout
+from seatrial.job.parameters import is_router_bias
 from seatrial.job.schema import Accumulate, Fp8Scaling
 from seatrial.model.decoder import Decoder, stored_name, whole_shapes
 from seatrial.model.lora import freeze_base
@@ -76,12 +77,13 @@ class Shard:
     box: Box  # where `local` lies in the whole parameter
     whole: tuple[int, ...]
     holders: int  # ranks of one model replica that hold this same box, this one included
+    first: bool  # true in exactly one rank of each model replica for each box
     owner: bool  # true in exactly one rank for each box: that rank saves it
     counted: bool  # its gradient counts in the norm (the second copy of a tied embedding does not)
 
     @property
     def trained(self) -> bool:
-        """Whether it has gradients: with LoRA only adapters have."""
+        """Whether it has gradients: with LoRA only adapters have, and routers' biases have none."""
         return self.parameter.requires_grad
 
     @property
@@ -295,7 +297,14 @@ class ParallelModel:
             if isinstance(local, DTensor):
                 local = local.to_local()
             assert tuple(local.shape) == box.sizes, f"{name}: {tuple(local.shape)} is not {box}"
-            whole_on_tensor = split_dimension(own_name) is None
+            # The dimensions of a replica along which all ranks hold this box.
+            along_tensor = split_dimension(own_name) is None
+            along_shard = is_router_bias(name)
+            first = (
+                not copy
+                and (not along_tensor or mesh.at.tensor == 0)
+                and (not along_shard or mesh.at.shard == 0)
+            )
             out.append(
                 Shard(
                     name=name,
@@ -303,10 +312,9 @@ class ParallelModel:
                     local=local,
                     box=box,
                     whole=shapes[name],
-                    holders=layout.tensor if whole_on_tensor else 1,
-                    owner=not copy
-                    and mesh.at.replicate == 0
-                    and (not whole_on_tensor or mesh.at.tensor == 0),
+                    holders=(layout.tensor if along_tensor else 1) * (layout.shard if along_shard else 1),
+                    first=first,
+                    owner=first and mesh.at.replicate == 0,
                     counted=not copy,
                 )
             )
@@ -316,6 +324,8 @@ class ParallelModel:
 def held_box(name: str, whole: tuple[int, ...], layout: Layout, at: Coordinates) -> Box:
     """The part of parameter `name` that the rank at `at` holds, if its stage has it."""
     box = tensor_box(name, whole, layout.tensor, at.tensor)
+    if is_router_bias(name):
+        return box
     index = layout.expert_shard(at.shard) if of_experts(name) else at.shard
     return box.narrow(0, *chunk(box.sizes[0], layout.shard, index))
 
@@ -375,9 +385,13 @@ def build_stage(
         if settings.activation_checkpointing != "none":
             block.recompute = number % settings.recompute_every_layers == 0
         if settings.activation_checkpointing == "selective":
-            width = arch.moe_intermediate_size if arch.num_experts else arch.intermediate_size
+            widths = (
+                (arch.moe_intermediate_size, arch.shared_width)
+                if arch.num_experts
+                else (arch.intermediate_size,)
+            )
             rank = None if arch.lora is None else arch.lora.rank
-            keep_products(block, width // layout.tensor, rank)
+            keep_products(block, [width // layout.tensor for width in widths], rank)
         if settings.compile:
             block.compile(fullgraph=True)  # a graph break would silently cost speed
     if data_mesh is not None:

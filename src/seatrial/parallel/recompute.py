@@ -43,15 +43,15 @@ _OTHERS = {
 }
 
 
-def keep_products(block: Block, mlp_width: int, rank: int | None) -> None:
-    """Let `block` keep what this module lists. `mlp_width`: this rank's part of the MLP's width; `rank`: of adapters."""
+def keep_products(block: Block, mlp_widths: list[int], rank: int | None) -> None:
+    """Let `block` keep what this module lists. `mlp_widths`: this rank's part of each MLP's width; `rank`: of adapters."""
 
     def policy(_ctx: Any, op: Any, *args: Any, **_: Any) -> CheckpointPolicy:
         keep = op in _OTHERS
         if op in _PRODUCTS:
             weight, dim = _PRODUCTS[op]
-            # The MLP's second product is the layer's last.
-            keep = args[weight].shape[dim] not in (mlp_width, rank)
+            # An MLP's second product is the layer's last.
+            keep = args[weight].shape[dim] not in (*mlp_widths, rank)
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     contexts: Callable[[], Any] = partial(create_selective_checkpoint_contexts, policy)

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from seatrial.job.parameters import is_router_bias
 from seatrial.job.schema import Accumulate
 from seatrial.model.decoder import Decoder, SparseMLP
 
@@ -28,7 +29,7 @@ def apply_sharding(
     Weights, gradients and optimizer state stay fp32 shards; layers compute in `compute_dtype`, gradients are reduced
     in fp32. Gradients are summed over ranks, not averaged: the loss is already divided by the tokens of the global
     batch. With an `expert_mesh` (expert parallel) a layer's experts are sharded over that one: the other ranks' share of their
-    gradients has come with the positions.
+    gradients has come with the positions. Routers' biases stay whole and in fp32.
     """
     placed = None if expert_mesh is None else _experts_over(model, expert_mesh)
     policy = MixedPrecisionPolicy()
@@ -37,6 +38,7 @@ def apply_sharding(
         policy = MixedPrecisionPolicy(
             param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
+    whole = {p for name, p in model.named_parameters() if is_router_bias(name)}
     for block in model.blocks:
         fully_shard(
             block,
@@ -44,9 +46,10 @@ def apply_sharding(
             mp_policy=policy,
             reshard_after_forward=reshard_after_forward,
             shard_placement_fn=placed,
+            ignored_params=whole,
         )
     # The root's own weights (embedding, last norm, head) are needed again at once by the backward pass.
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False, ignored_params=whole)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # Plain SUM: gloo has no PREMUL_SUM, which torch would use for a factor of its own.

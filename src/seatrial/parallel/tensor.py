@@ -110,7 +110,8 @@ def apply_tensor_parallel(
     for name, parameter in list(model.named_parameters()):
         path, _, leaf = name.rpartition(".")
         box = tensor_box(name, tuple(parameter.shape), size, rank)
-        local = nn.Parameter(torch.empty(box.sizes, dtype=parameter.dtype, device=parameter.device))
+        empty = torch.empty(box.sizes, dtype=parameter.dtype, device=parameter.device)
+        local = nn.Parameter(empty, requires_grad=parameter.requires_grad)
         setattr(model.get_submodule(path), leaf, local)
 
     def gather_for_logits(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

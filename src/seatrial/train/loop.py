@@ -37,7 +37,6 @@ from seatrial.train.step import (
     StepResult,
     StepValues,
     local_vector,
-    sum_over_ranks,
     update,
     vector_length,
 )
@@ -215,7 +214,7 @@ class Loop:
         # If a peer is lost during the all-reduce, this rank can still finish the step, as others may have done.
         self.ready = step if self.applied == step - 1 else None
         with counted.during(STEP_SUM):
-            values = sum_over_ranks(self.model, values)
+            mesh.sum_over_ranks(values)
         if self._on_accelerator:
             self._update(step, values[0], values[1])
             self._started.append(_StepInFlight(step, data_wait, StepResult(values, mesh.device)))

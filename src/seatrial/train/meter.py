@@ -97,7 +97,8 @@ class OwnWorkTimer:
             for block in [] if model.settings.compile else stage.blocks[:1]:
                 parts: list[Attention | MLP] = [block.self_attn]
                 if isinstance(block.mlp, SparseMLP):
-                    self._span(block.mlp.experts, block.mlp.experts)
+                    for own in filter(None, (block.mlp.experts, block.mlp.shared_experts)):
+                        self._span(own, own)
                 else:
                     parts.append(block.mlp)
                 for part in parts:

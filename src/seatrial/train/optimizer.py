@@ -13,6 +13,7 @@ from seatrial.job.optimizers import ADAMW, OPTIMIZERS, optimizer_named
 from seatrial.job.schema import OptimizerSection
 from seatrial.parallel.build import Shard
 from seatrial.parallel.mesh import Mesh
+from seatrial.train.router_bias import RouterBiases
 
 _STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _PART = 1 << 23  # values that an elementwise rule gets at once: its temporaries are 32 MiB each
@@ -78,6 +79,7 @@ class ShardedOptimizer(ABC):
             if s.local.numel() and s.trained
         ]
         self._shards = shards
+        self._router_biases = RouterBiases(shards, settings.router_bias_update_rate)
         # Sticky: on a GPU the next step is in flight before the host sees that this one was not finite.
         self._refused = torch.zeros((), dtype=torch.float32, device=shards[0].local.device)
 
@@ -124,6 +126,10 @@ class ShardedOptimizer(ABC):
         Before the step's sum: once that has succeeded in one rank, every rank can make the update alone.
         """
 
+    def prepare_routers(self, count_LX: Tensor) -> None:
+        """As `prepare`, with the positions of the step that all ranks together sent to each expert of each layer, [L, X]."""
+        self._router_biases.prepare(count_LX)
+
     def refuse_if(self, bad: Tensor) -> None:
         """If the scalar `bad` is not zero, this update and all later ones are no-ops until `allow`."""
         self._refused.copy_(torch.maximum(self._refused, (bad != 0).to(self._refused)))
@@ -151,6 +157,7 @@ class ShardedOptimizer(ABC):
         if scale is not None and grads:
             torch._foreach_mul_(grads, scale)
         self._apply(lr)
+        self._router_biases.update(self._refused)
         self.clear_gradients()
 
 

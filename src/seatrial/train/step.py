@@ -19,9 +19,8 @@ from seatrial.train.optimizer import ShardedOptimizer
 
 # The vector: loss, squared gradient norm; how many ranks are to yield, are preempted, and are still writing their last
 # snapshot; rank 0's checkpoint status (`SaveStatus`); the experts' load-balancing loss; how many targets counted in the
-# loss; the experts' load (`expert_load`); then, for each block below, one number per rank, to which all other ranks add 0.
-# So the sum is exact there and preserves NaN (gloo's MAX loses NaN). While it is summed, the counts from which the load
-# follows are at its end (`take_expert_counts`).
+# loss; rank 0's `expert_load`; then, for each block below, one number per rank, to which all other ranks add 0.
+# So the sum is exact there and preserves NaN (gloo's MAX loses NaN).
 _LOSS, _NORM, _YIELD, _PREEMPT, _BUSY, _COMMITTED, _REQUESTED, _INTERVAL, _AT_RISK, _BALANCE, _COUNTED = (
     range(11)
 )
@@ -204,6 +203,13 @@ def local_vector(
         with model.clock.during(OPTIMIZER):
             optimizer.prepare(clip_factor(norm, clip_norm))
 
+    # Before the vector: once that is summed in one rank, every rank can make the update alone.
+    count_LX = model.take_expert_counts()
+    if count_LX is not None:
+        with model.clock.during(STEP_SUM):
+            mesh.sum_over_ranks(count_LX)
+        optimizer.prepare_routers(count_LX)
+
     def index(block: int) -> int:
         return _HEAD + block * world + mesh.rank
 
@@ -223,22 +229,13 @@ def local_vector(
     values[_BALANCE] = model.take_balance_loss()
     if mesh.rank == 0:
         values[_COUNTED] = model.counted
+        if count_LX is not None:
+            values[_LARGEST : _IDLE + 1] = expert_load(count_LX)
     values[_NORM] = norm_squared
     values[index(_NOT_FINITE)] = ~torch.isfinite(values[_LOSS] + values[_NORM])
     if changed is not None:
         values[index(_CHANGED)] = changed
-    count_LX = model.take_expert_counts()
-    return values if count_LX is None else torch.cat((values, count_LX.flatten()))
-
-
-def sum_over_ranks(model: ParallelModel, values: Tensor) -> Tensor:
-    """The summed vector, from this rank's share of it (`local_vector`), which is overwritten. All ranks call it."""
-    mesh = model.mesh
-    mesh.sum_over_ranks(values)
-    vector, counts = values.tensor_split([vector_length(mesh.layout.world_size)])
-    if counts.numel():
-        vector[_LARGEST : _IDLE + 1] = expert_load(counts.view(-1, model.arch.num_experts))
-    return vector
+    return values
 
 
 def expert_load(count_LX: Tensor) -> Tensor:
@@ -286,6 +283,6 @@ def train_step(
     all values that ranks exchange.
     """
     values = local_vector(model, optimizer, (ids_BT, target_BT, document_BT), Contribution(), clip_norm)
-    values = sum_over_ranks(model, values)
+    model.mesh.sum_over_ranks(values)
     update(optimizer, values[_LOSS], values[_NORM], lr=lr, clip_norm=clip_norm)
     return StepResult(values, model.mesh.device)

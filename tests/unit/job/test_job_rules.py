@@ -435,6 +435,56 @@ def test_what_experts_need(overrides: tuple[str, ...], at: str, message: str, cu
         load(GOOD, *EXPERTS, *overrides, cure)
 
 
+DEEPSEEK = (*EXPERTS, "model.family=glm4_moe", "model.n_group=4", "model.topk_group=2")
+
+
+def test_deepseeks_routing_is_written_as_it_was_read() -> None:
+    a = load(GOOD, *DEEPSEEK).architecture
+    assert (a.sigmoid_router, a.n_shared_experts, a.routed_scaling_factor) == (True, 1, 1.0)
+    assert (a.router_aux_loss_coef, a.partial_rotary_factor, a.qk_norm) == (0.0, 0.5, False)
+    for more in ((), ("model.partial_rotary_factor=1.0",), ("model.qk_norm=true", "model.qkv_bias=true")):
+        job = load(GOOD, *DEEPSEEK, *more)
+        assert load(job.to_toml()).architecture == job.architecture
+    assert load(GOOD, *DEEPSEEK, "model.partial_rotary_factor=1.0").architecture.rotary_width == a.head_dim
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message", "cure"),
+    [
+        (("model.n_group=3",), "num_experts 8 is not 3 equal groups of two or more experts", "model.n_group=4"),
+        (("model.n_group=8",), "num_experts 8 is not 8 equal groups of two or more experts", "model.n_group=2"),
+        (("model.topk_group=5",), "topk_group 5 is more than n_group 4", "model.topk_group=4"),
+        (("model.num_experts_per_tok=5",), "num_experts_per_tok 5 is more than the 4 experts of topk_group 2 groups", "model.topk_group=3"),
+        (("model.sigmoid_router=false",), 'sigmoid_router = false with family "glm4_moe"', "model.sigmoid_router=true"),
+        (("model.partial_rotary_factor=0.01",), "partial_rotary_factor 0.01 of head_dim", "model.partial_rotary_factor=0.5"),
+    ],
+)  # fmt: skip
+def test_what_deepseeks_routing_needs(overrides: tuple[str, ...], message: str, cure: str) -> None:
+    found = only_problem(*DEEPSEEK, *overrides)
+    assert message in found.message
+    assert found.hint
+    load(GOOD, *DEEPSEEK, *overrides, cure)
+
+
+@pytest.mark.parametrize(
+    ("family", "override", "message"),
+    [
+        (EXPERTS, "model.n_group=4", 'n_group with family "qwen3_moe": no published model of it has this'),
+        (EXPERTS, "model.n_shared_experts=1", 'n_shared_experts with family "qwen3_moe"'),
+        (EXPERTS, "optimizer.router_bias_update_rate=0.01", "router_bias_update_rate has no effect"),
+        (EXPERTS, "model.sigmoid_router=true", 'sigmoid_router = true with family "qwen3_moe"'),
+        ((), "model.n_shared_experts=2", 'n_shared_experts with family "qwen2": its models have no experts'),
+        ((), "model.partial_rotary_factor=0.5", 'partial_rotary_factor 0.5 with family "qwen2"'),
+    ],
+)
+def test_deepseeks_keys_belong_to_a_family_that_has_them(
+    family: tuple[str, ...], override: str, message: str
+) -> None:
+    found = only_problem(*family, override)
+    assert message in found.message
+    assert found.hint
+
+
 def test_experts_belong_to_a_family_that_has_them() -> None:
     found = only_problem("model.num_experts=8")
     assert 'num_experts with family "qwen2": its models have no experts' in found.message

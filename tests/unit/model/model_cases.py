@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from seatrial.base.box import Box
-from seatrial.job.architecture import MIXTURE, Architecture, RopeScaling
+from seatrial.job.architecture import DEEPSEEK_MIXTURE, MIXTURE, Architecture, RopeScaling
+from seatrial.job.parameters import is_router_bias
 from seatrial.model.decoder import whole_shapes
 
 # With this context, theta and head width the wavelengths lie in all three ranges of the scaling:
@@ -48,6 +49,15 @@ EXPERTS: dict[str, Any] = {
     "router_aux_loss_coef": 0.05,
 }
 
+DEEPSEEK: dict[str, Any] = {
+    **EXPERTS,
+    "router_aux_loss_coef": 0.0,  # transformers has no such loss for them
+    "sigmoid_router": True,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 2.5,
+    "partial_rotary_factor": 0.5,
+}
+
 ARCHITECTURES: dict[str, Architecture] = {
     "qwen2-mha": _case("qwen2", 4, 4, 12, 263),
     "qwen2-gqa2-tied": _case("qwen2", 4, 2, 16, 257, tie_word_embeddings=True, rope_theta=1e6),
@@ -63,6 +73,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3-moe-gqa2": _case("qwen3_moe", 4, 2, 16, 257, hidden_size=40, **EXPERTS),
     "qwen3-moe-tied": _case(
         "qwen3_moe", 4, 2, 16, 263, tie_word_embeddings=True, **(EXPERTS | {"norm_topk_prob": False})
+    ),
+    "glm4-moe-groups": _case("glm4_moe", 4, 2, 16, 257, **DEEPSEEK, qk_norm=True, n_group=6, topk_group=2),
+    "glm4-moe-bias": _case(
+        "glm4_moe", 4, 4, 16, 263, hidden_size=40, qkv_bias=True, **(DEEPSEEK | {"norm_topk_prob": False})
     ),
     "mistral-gqa4": _case("mistral", 4, 1, 16, 257, hidden_size=40, rms_norm_eps=1e-5),  # of examples/
 }
@@ -86,7 +100,7 @@ def random_tensors(arch: Architecture, seed: int = 0) -> dict[str, torch.Tensor]
         noise = torch.randn(shape, generator=random)
         if name.endswith("norm.weight"):
             tensors[name] = 1 + 0.3 * noise
-        elif name.endswith(".bias"):
+        elif name.endswith(".bias") or is_router_bias(name):
             tensors[name] = 0.5 * noise
         else:
             tensors[name] = noise / shape[-1] ** 0.5
@@ -109,6 +123,7 @@ class Oracle:
             "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
             "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
             "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+            "glm4_moe": (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
             "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
         }
 
@@ -119,6 +134,12 @@ class Oracle:
             rope |= vars(arch.rope_scaling) | {"rope_type": "llama3"}
         config_class, _ = self._classes[arch.family]
         mixture = {key: getattr(arch, key) for key in MIXTURE} if arch.num_experts else {}
+        if arch.family == "glm4_moe":
+            rope["partial_rotary_factor"] = arch.partial_rotary_factor
+            mixture |= {key: getattr(arch, key) for key in DEEPSEEK_MIXTURE}
+            mixture |= {"attention_bias": arch.qkv_bias, "use_qk_norm": arch.qk_norm}
+            mixture |= {"n_routed_experts": mixture.pop("num_experts"), "first_k_dense_replace": 0}
+            mixture |= {"num_nextn_predict_layers": 0}
         return config_class(
             **mixture,
             vocab_size=arch.vocab_size,
@@ -149,7 +170,10 @@ class Oracle:
         assert not unexpected
         assert set(missing) <= {"lm_head.weight"}
         model.tie_weights()
+        biases = {name: b.clone() for name, b in model.named_buffers() if is_router_bias(name)}
         model = model.to(dtype)
+        for name, bias in biases.items():  # as `from_pretrained` leaves them
+            model.get_submodule(name.rpartition(".")[0]).e_score_correction_bias = bias
         # `to` rounds the rotary frequencies as well, which `from_pretrained(dtype=...)` leaves in fp32.
         model.model.rotary_emb = type(model.model.rotary_emb)(config)
         return model.train()

@@ -102,4 +102,4 @@ def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
 def second_copy(s: Shard) -> Shard:
     """The copy of a tied embedding that stands in the last stage, with values of its own to tell them apart."""
     local = s.local + 1
-    return replace(s, parameter=nn.Parameter(local), local=local, owner=False, counted=False)
+    return replace(s, parameter=nn.Parameter(local), local=local, first=False, owner=False, counted=False)

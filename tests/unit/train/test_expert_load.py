@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +15,20 @@ from rank_cases import ARCH, OPTIMIZER, SETTINGS, mesh
 from torch import Tensor, nn
 
 import late_device
+from seatrial.job.parameters import is_router_bias
 from seatrial.model.decoder import SparseMLP
 from seatrial.model.initialise import RandomWeights
 from seatrial.parallel.build import ParallelModel
 from seatrial.record.jsonl import read_numbered
 from seatrial.train.optimizer import ShardedAdamW
-from seatrial.train.step import expert_load, train_step, vector_length
+from seatrial.train.step import (
+    Contribution,
+    expert_load,
+    local_vector,
+    train_step,
+    update,
+    vector_length,
+)
 
 L, X, K = ARCH.num_hidden_layers, 8, 2
 EXPERTS: dict[str, Any] = {"num_experts": X, "num_experts_per_tok": K, "moe_intermediate_size": 8}
@@ -112,6 +121,20 @@ def test_a_step_has_the_load_of_its_own_positions() -> None:
         assert len(values.vector) == vector_length(1)
         loads.append(values.expert_load)
     assert loads[0] != loads[1]
+
+
+def test_a_refused_update_moves_no_bias() -> None:
+    deepseek = replace(MIXTURE, family="glm4_moe", sigmoid_router=True, n_shared_experts=1)
+    model = ParallelModel(deepseek, mesh(), SETTINGS, RandomWeights(deepseek, 0))
+    optimizer = ShardedAdamW(model.shards, OPTIMIZER)
+    biases = [s.local for s in model.shards if is_router_bias(s.name)]
+    assert len(biases) == L
+    for refused in (True, False):
+        assert local_vector(model, optimizer, (*batch(2), None), Contribution(), None).isfinite().all()
+        norm = torch.tensor(math.nan if refused else 1.0, dtype=torch.float64)
+        update(optimizer, torch.zeros((), dtype=torch.float64), norm, lr=1e-2, clip_norm=None)
+        assert all(bool(bias.any()) != refused for bias in biases)
+        optimizer.allow()
 
 
 @pytest.mark.parametrize("late", [False, True])

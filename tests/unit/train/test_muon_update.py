@@ -46,7 +46,9 @@ def shards(values: dict[str, Tensor]) -> list[Shard]:
     found = []
     for name, value in values.items():
         p, shape = nn.Parameter(value.clone()), tuple(value.shape)
-        found.append(Shard(name, p, p.detach(), Box.whole(shape), shape, 1, owner=True, counted=True))
+        found.append(
+            Shard(name, p, p.detach(), Box.whole(shape), shape, 1, first=True, owner=True, counted=True)
+        )
     return found
 
 

@@ -20,7 +20,15 @@ SETTINGS = OptimizerSection(lr=1e-2, weight_decay=0.1)
 def shard(name: str, parameter: nn.Parameter, *, holders: int = 1, counted: bool = True) -> Shard:
     shape = tuple(parameter.shape)
     return Shard(
-        name, parameter, parameter.detach(), Box.whole(shape), shape, holders, owner=True, counted=counted
+        name,
+        parameter,
+        parameter.detach(),
+        Box.whole(shape),
+        shape,
+        holders,
+        first=True,
+        owner=True,
+        counted=counted,
     )
 
 
@@ -210,7 +218,17 @@ def test_a_rank_with_an_empty_shard() -> None:
     full = make()[0]
     optimizer = ShardedAdamW(
         [
-            Shard("e", empty, empty.detach(), Box((6, 0), (0, 5)), (6, 5), 1, owner=True, counted=True),
+            Shard(
+                "e",
+                empty,
+                empty.detach(),
+                Box((6, 0), (0, 5)),
+                (6, 5),
+                1,
+                first=True,
+                owner=True,
+                counted=True,
+            ),
             shard("w", full),
         ],
         SETTINGS,

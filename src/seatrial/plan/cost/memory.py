@@ -487,7 +487,7 @@ def layer_activations(model: Architecture, recipe: Recipe, stack: Stack) -> floa
     D, F, NH, KH = model.hidden_size, model.ffn_width, model.query_width, model.kv_width
     scale = 4.0 * t * model.num_attention_heads / n
     if stack.layer_states == "ours":
-        mlp = 4 if model.gated else 2
+        mlp = 4.0 if model.gated else 2.0
         if recipe.compiled and model.gated:
             mlp = 3  # one kernel computes the product of gate and up; silu(gate) is not kept
         heads = (3 if reorders(recipe, stack) else 2) * NH
@@ -497,7 +497,8 @@ def layer_activations(model: Architecture, recipe: Recipe, stack: Stack) -> floa
             heads += NH  # attention's output, of each chunk and joined
         inputs = 2 * D / n if stack.name in OURS else 2 * D
         if model.num_experts:
-            mlp = 5  # also times the experts' weights
+            # Also times the experts' weights.
+            mlp = 4 + model.num_experts_per_tok * model.moe_intermediate_size / F
             scale += _routing(model, recipe)
         kept = 2 * D / n + inputs + (heads + keys + mlp * F) / n + _adapters_keep(model, n)
         return width * t * kept + scale + 8.0 * t / n

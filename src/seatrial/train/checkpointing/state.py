@@ -34,10 +34,7 @@ def lasting_pieces(model: ParallelModel, optimizer: ShardedOptimizer) -> list[Pi
     at = model.mesh.at
     tensors = [(key("model", s.name), s, s.local) for s in weights]
     tensors += [(key(kind, s.name), s, values) for kind, s, values in moments]
-    pieces = [
-        Piece(k, values, s.box, s.whole, s.owner, s.counted and (s.holders == 1 or at.tensor == 0))
-        for k, s, values in tensors
-    ]
+    pieces = [Piece(k, values, s.box, s.whole, s.owner, s.first) for k, s, values in tensors]
     first = (at.pipeline, at.shard, at.tensor) == (0, 0, 0)
     pieces.append(
         Piece(UPDATES, updates(optimizer), Box.whole((1,)), (1,), first and at.replicate == 0, first)

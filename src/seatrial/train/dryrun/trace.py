@@ -87,12 +87,18 @@ def _plain_memory() -> Iterator[None]:
     whole = Decoder.to_empty
 
     def to_empty(stage: Decoder, *, device: torch.device) -> Decoder:
-        if any(isinstance(p, DTensor) for p in stage.parameters()):
-            return whole(stage, device=device)
-        for module in stage.modules():
-            for name, p in module.named_parameters(recurse=False):
-                empty = torch.empty(p.shape, dtype=p.dtype, device=device)
-                setattr(module, name, nn.Parameter(empty, p.requires_grad))
+        plain = [
+            (module, name, p)
+            for module in stage.modules()
+            for name, p in module.named_parameters(recurse=False)
+            if not isinstance(p, DTensor)
+        ]
+        for module, name, _ in plain:
+            module.register_parameter(name, None)
+        whole(stage, device=device)
+        for module, name, p in plain:
+            empty = torch.empty(p.shape, dtype=p.dtype, device=device)
+            module.register_parameter(name, nn.Parameter(empty, p.requires_grad))
         return stage
 
     Decoder.to_empty = to_empty  # type: ignore[method-assign, assignment]

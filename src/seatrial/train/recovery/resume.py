@@ -11,6 +11,7 @@ from seatrial.checkpoint.manifest import Damaged, Manifest, Progress
 from seatrial.checkpoint.read import CheckpointWeights
 from seatrial.job import Job
 from seatrial.job.optimizers import optimizer_named
+from seatrial.job.parameters import is_router_bias
 from seatrial.model.decoder import whole_shapes
 from seatrial.model.lora import is_adapter
 from seatrial.parallel.mesh import Mesh
@@ -106,7 +107,7 @@ def _check_content(job: Job, name: str, manifest: Manifest) -> None:
         raise Damaged(f"{name} belongs to another model than this job's")
     optimizer = optimizer_named(job.optimizer.name)
     for tensor, shape in whole_shapes(arch).items():
-        frozen = arch.lora is not None and not is_adapter(tensor)
+        frozen = is_router_bias(tensor) or (arch.lora is not None and not is_adapter(tensor))
         for kind in ("model", *(() if frozen else optimizer.states_of(tensor, shape))):
             entry = manifest.tensors.get(f"{kind}/{tensor}")
             if entry is None:
