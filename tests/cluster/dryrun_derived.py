@@ -37,6 +37,7 @@ def derived(job: Job, rank: int, device: str) -> Derived:
             out[kind, dimension, of][0] += calls
             out[kind, dimension, of][1] += calls * n_bytes
 
+    dense = arch.first_k_dense_replace * first
     redone = 0
     if train.activation_checkpointing != "none":
         sizes = (len(layout.stage_layers(s, arch.num_hidden_layers)) for s in stages)
@@ -48,7 +49,7 @@ def derived(job: Job, rank: int, device: str) -> Derived:
         hidden = B * T * D * width
         gathers, scatters = 6 * layers, 4 * layers  # two gathers are repeated for the weights' gradients
         if arch.num_experts:  # what is gathered for them is kept, or recomputed
-            gathers += redone * (train.activation_checkpointing == "selective") - layers
+            gathers += (redone - dense) * (train.activation_checkpointing == "selective") - (layers - dense)
         if train.activation_checkpointing == "full":
             gathers += 2 * redone
             scatters += redone  # the last scatter of a layer gives nothing that the backward pass wants
@@ -84,8 +85,10 @@ def derived(job: Job, rank: int, device: str) -> Derived:
 
     # Sharded data parallel: each layer is a group, and the rest of each stage is one. Expert parallel makes another one of
     # the experts of each layer, over the ranks with the same ones.
-    groups = [(_layer(job), "shard", S) for _ in range(layers)]
+    groups = [(_layer(job, dense=True), "shard", S) for _ in range(dense)]
+    groups += [(_layer(job), "shard", S) for _ in range(layers - dense)]
     if e > 1:
+        assert not dense
         groups = [(_layer(job)[: -len(_experts(job))], "shard", S) for _ in range(layers)]
         own = [(rows // e, rest) for rows, rest in _experts(job)]
         groups += [(own, "expert_shard", S // e) for _ in range(layers)]
@@ -108,7 +111,7 @@ def derived(job: Job, rank: int, device: str) -> Derived:
     mine = S if sharded else 1
     if n > 1:
         norms = 2 * layers * [D] + [D] * last + (2 * layers * [arch.head_dim] if arch.qk_norm else [])
-        routers = layers * _chunk(arch.num_experts, mine, at.shard) * D
+        routers = (layers - dense) * _chunk(arch.num_experts, mine, at.shard) * D
         of_norms = sum(_chunk(size, mine, at.shard) for size in norms)
         add("all-reduce", "tensor", 1, 4 * (of_norms + routers), "float32")
     if arch.tie_word_embeddings and P > 1 and (first or last):
@@ -145,7 +148,7 @@ def _chunk(size: int, parts: int, index: int) -> int:
 Group = list[tuple[int, int]]  # rows and the rest of each parameter, as a tensor-parallel rank holds it
 
 
-def _layer(job: Job) -> Group:
+def _layer(job: Job, *, dense: bool = False) -> Group:
     a, n = job.architecture, job.layout.tensor
     D, H, width = a.hidden_size, a.head_dim, a.intermediate_size
     q, kv = a.num_attention_heads * H, a.num_key_value_heads * H
@@ -154,7 +157,7 @@ def _layer(job: Job) -> Group:
         group += [(q // n, 1), (kv // n, 1), (kv // n, 1)]
     if a.qk_norm:
         group += [(H, 1), (H, 1)]
-    if a.num_experts:
+    if a.num_experts and not dense:
         shared = a.n_shared_experts * a.moe_intermediate_size // n
         group += [(shared, D), (shared, D), (D, shared)] if shared else []
         return [*group, (a.num_experts, D), *_experts(job)]
@@ -179,7 +182,9 @@ def held(job: Job, rank: int) -> int:
     """Parameters of `rank`, in elements."""
     layout = job.layout
     at = layout.coordinates(rank)
-    groups = [_layer(job)] * _layers(job, rank) + [_rest(job, s) for s in layout.stage_indices(at.pipeline)]
+    sparse, dense = _layers(job, rank)
+    groups = [_layer(job)] * sparse + [_layer(job, dense=True)] * dense
+    groups += [_rest(job, s) for s in layout.stage_indices(at.pipeline)]
     return held_biases(job, rank) + sum(
         _chunk(shape[0], layout.shard, at.shard) * prod(shape[1:]) for group in groups for shape in group
     )
@@ -187,9 +192,12 @@ def held(job: Job, rank: int) -> int:
 
 def held_biases(job: Job, rank: int) -> int:
     """Elements of its routers' biases, which have no gradient."""
-    return _layers(job, rank) * job.architecture.router_biases
+    return _layers(job, rank)[0] * job.architecture.router_biases
 
 
-def _layers(job: Job, rank: int) -> int:
+def _layers(job: Job, rank: int) -> tuple[int, int]:
+    """Those with experts, if the model has any, and those of its first ones without."""
     stages = job.layout.stage_indices(job.layout.coordinates(rank).pipeline)
-    return sum(len(job.layout.stage_layers(s, job.architecture.num_hidden_layers)) for s in stages)
+    layers = sum(len(job.layout.stage_layers(s, job.architecture.num_hidden_layers)) for s in stages)
+    dense = job.architecture.first_k_dense_replace * (0 in stages)
+    return layers - dense, dense

@@ -200,7 +200,9 @@ def arch_of(case: dict[str, Any]) -> Architecture:
     if case.get("family") == "qwen3_moe":
         arch = replace(arch, family="qwen3_moe", qkv_bias=False, qk_norm=True, **EXPERTS)
     if case.get("family") == "glm4_moe":
-        arch = replace(arch, family="glm4_moe", qk_norm=True, **EXPERTS, **DEEPSEEK)
+        dense = case.get("first_dense", 0)
+        mixture = {**EXPERTS, **DEEPSEEK, "first_k_dense_replace": dense}
+        arch = replace(arch, family="glm4_moe", qk_norm=True, **mixture)
     if "lora" in case:
         arch = replace(arch, lora=Lora.of(case["lora"]))
     return arch

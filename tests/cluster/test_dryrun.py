@@ -99,7 +99,7 @@ LAYOUTS: dict[str, Case] = {
         "microbatch": 1,
         "layers": 2,
     },
-    "tp2-pp2-fsdp2-deepseek": {"layout": FULL, **DEEPSEEK, **SELECTIVE},
+    "tp2-pp2-fsdp2-deepseek": {"layout": FULL, **DEEPSEEK, **SELECTIVE, "first_dense": 1},
     "ep2-tp2-deepseek": {
         "layout": {"tensor": 2, "shard": 2, "expert": 2},
         **DEEPSEEK,

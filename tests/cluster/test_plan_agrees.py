@@ -116,12 +116,15 @@ LAYOUTS = {
     ),
     "shared experts, divided": (
         *GLM,
+        "model.num_hidden_layers=6",
+        "model.first_k_dense_replace=2",
         "parallel.expert=4",
         "train.global_batch=16",
         "train.activation_checkpointing=none",
     ),
     "shared experts, tensor, pipeline": (
         *GLM,
+        "model.first_k_dense_replace=1",
         "parallel.tensor=2",
         "parallel.pipeline=2",
         "train.global_batch=16",

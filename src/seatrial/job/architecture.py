@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,7 +19,13 @@ MIXTURE = (
     "router_aux_loss_coef",
 )
 # Those that only families with `sigmoid_router` have, and what they are in the others.
-DEEPSEEK_MIXTURE = {"n_shared_experts": 0, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}
+DEEPSEEK_MIXTURE: dict[str, Any] = {
+    "first_k_dense_replace": 0,
+    "n_shared_experts": 0,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+}
 
 
 _LATER = DEEPSEEK_MIXTURE | {"sigmoid_router": False, "partial_rotary_factor": 1.0}
@@ -58,12 +65,14 @@ class Architecture:
     qk_norm: bool  # RMSNorm over head_dim of each query and key head
     rope_scaling: RopeScaling | None = None
     initializer_range: float = 0.02
-    # With experts, every layer has a mixture of them in place of one MLP, and nothing is `intermediate_size` wide.
+    # With experts, every layer but the first `first_k_dense_replace` has a mixture of them in place of one MLP that is
+    # `intermediate_size` wide. What is said here of "one layer" is said of these.
     num_experts: int = 0
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = False  # the weights of a token's experts are scaled to add up to 1
     router_aux_loss_coef: float = 0.0
+    first_k_dense_replace: int = 0
     n_shared_experts: int = 0  # further experts to which every token is sent: one MLP of their width together
     # DeepSeek-V3's routing (arXiv:2412.19437, section 2.1.2): a score is a sigmoid, and experts are chosen by score + a bias
     # that has no gradient (`router_biases`).
@@ -76,6 +85,24 @@ class Architecture:
 
     # A model of another stack has other values of these four (`plan/model/other_model.py`). They are no fields: no job
     # can choose them, and recorded architectures do not have them.
+
+    @cached_property
+    def dense(self) -> Architecture:
+        """A model all of whose layers are as those without experts."""
+        none: dict[str, Any] = dict.fromkeys(
+            ("num_experts", "num_experts_per_tok", "moe_intermediate_size"), 0
+        )
+        return dataclasses.replace(self, **none, **DEEPSEEK_MIXTURE, sigmoid_router=False)
+
+    @property
+    def sparse_layers(self) -> int:
+        """Layers with experts, if the model has any; all, if it has none."""
+        return self.num_hidden_layers - self.first_k_dense_replace
+
+    def _over_layers(self, of: Callable[[Architecture], int]) -> int:
+        """The sum over all layers."""
+        dense = self.first_k_dense_replace
+        return self.sparse_layers * of(self) + (dense * of(self.dense) if dense else 0)
 
     @property
     def gated(self) -> bool:
@@ -218,7 +245,7 @@ class Architecture:
 
     def hidden_matrix_parameters(self) -> int:
         """Parameters of all layers' matrices, idle experts included."""
-        return self.num_hidden_layers * (self.layer_parameters() - self.layer_vectors)
+        return self._over_layers(lambda kind: kind.layer_parameters() - kind.layer_vectors)
 
     def embedding_parameters(self) -> int:
         """Parameters of the embedding; those of the head are as many."""
@@ -228,7 +255,8 @@ class Architecture:
         """All parameters, adapters included; a tied embedding counts once."""
         ends = self.embedding_parameters() * (1 if self.tie_word_embeddings else 2)
         ends += self.hidden_size * (1 + self.learned_positions)
-        return ends + self.num_hidden_layers * (self.layer_parameters() + self.adapter_parameters())
+        adapters = self.num_hidden_layers * self.adapter_parameters()
+        return ends + self._over_layers(Architecture.layer_parameters) + adapters
 
     def trained_parameters(self) -> int:
         """Parameters that have gradients and optimizer state: all, or with LoRA those of the adapters."""
@@ -241,11 +269,11 @@ class Architecture:
 
     def active_parameters(self) -> int:
         """All parameters that one token uses: without the experts that it is not sent to."""
-        return self.parameters() - self.num_hidden_layers * self._layer_idle_parameters
+        return self.parameters() - self.sparse_layers * self._layer_idle_parameters
 
     def matmul_parameters(self) -> int:
         """Parameters in a token's matrix products: the input embedding and adapters excluded, the output head included."""
-        return self.num_hidden_layers * self.layer_matrix_parameters() + self.embedding_parameters()
+        return self._over_layers(Architecture.layer_matrix_parameters) + self.embedding_parameters()
 
     def attention_flops(self, sequence_length: int, *, causal: bool = True) -> float:
         """FLOPs of one layer's two attention products for one sequence, forward: 4 T^2 N H, half of that if causal."""

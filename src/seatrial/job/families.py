@@ -34,6 +34,8 @@ class ModelFamily:
     config: Mapping[str, Any] = field(default_factory=dict)
     # What its configuration class takes for a key that a file lacks, where that is not what `huggingface.py` takes.
     config_defaults: Mapping[str, Any] = field(default_factory=dict)
+    # Files may have layers beyond num_hidden_layers, which predict tokens further ahead: they are not read, nor written.
+    layers_beyond: bool = False
     kv_heads_optional: bool = False  # a file without num_key_value_heads means: as many as query heads
     # Names in its files, where they differ. Key of config.json -> its own (a switch with one here is not the same in all
     # models of the family: above is what a file without the key means); parameter -> its own, with `*` for the layer:
@@ -111,7 +113,8 @@ FAMILIES = Registry(
             sigmoid_router=True,
             rms_norm_eps=1e-5,
             partial_rotary_factor=0.5,
-            config={"first_k_dense_replace": 0, "num_nextn_predict_layers": 0},
+            config={"num_nextn_predict_layers": 0},
+            layers_beyond=True,
             config_defaults={
                 "num_experts": 128,
                 "num_experts_per_tok": 8,
@@ -119,7 +122,6 @@ FAMILIES = Registry(
                 "norm_topk_prob": True,
                 "n_shared_experts": 1,
                 "first_k_dense_replace": 1,
-                "num_nextn_predict_layers": 1,
                 "rms_norm_eps": 1e-5,
             },
             config_names={

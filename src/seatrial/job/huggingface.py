@@ -137,12 +137,13 @@ _EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 _INTEGERS = (
     *_SIZES,
     *_EXPERTS,
-    *("n_shared_experts", "n_group", "topk_group"),
+    *(key for key, usual in DEEPSEEK_MIXTURE.items() if type(usual) is int),
     "num_key_value_heads",
     "head_dim",
     "sliding_window",
     "max_window_layers",
 )
+_MAY_BE_0 = ("max_window_layers", "first_k_dense_replace")
 _NUMBERS = (
     "rope_theta",
     "rms_norm_eps",
@@ -159,7 +160,7 @@ def _malformed(config: dict[str, Any]) -> list[str]:
         f"{key} must be a positive integer, not {json.dumps(config[key])}"
         for key in _INTEGERS
         if config.get(key) is not None
-        and (type(config[key]) is not int or config[key] < (key != "max_window_layers"))
+        and (type(config[key]) is not int or config[key] < (key not in _MAY_BE_0))
     ]
     for key in ("rope_parameters", "rope_scaling"):
         if config.get(key) is not None and not isinstance(config[key], dict):
@@ -229,7 +230,7 @@ def _refusals(config: dict[str, Any], family: ModelFamily) -> list[str]:
     if config.get("hidden_act", "silu") != "silu":
         found.append(f'hidden_act "{config["hidden_act"]}" is not supported, only "silu"')
     for key, only in family.config.items():
-        if key not in _WINDOW and config.get(key) not in (None, only):
+        if key not in (*_WINDOW, _BEYOND) and config.get(key) not in (None, only):
             found.append(f"{key} = {json.dumps(config[key])} is not supported, only {json.dumps(only)}")
     if config.get("attention_dropout"):
         found.append(f"attention_dropout = {config['attention_dropout']} is not supported, only 0")
@@ -247,6 +248,7 @@ def _refusals(config: dict[str, Any], family: ModelFamily) -> list[str]:
 
 
 _WINDOW = ("use_sliding_window", "sliding_window")  # judged together
+_BEYOND = "num_nextn_predict_layers"  # any number: see `ModelFamily.layers_beyond`
 
 
 def _slides(config: dict[str, Any]) -> bool:

@@ -25,9 +25,10 @@ def trained_names(arch: Architecture, layers: Iterable[object] | None = None) ->
         yield from ("model.embed_tokens.weight", "model.norm.weight")
         if not arch.tie_word_embeddings:
             yield "lm_head.weight"
-    own = _of_layer(arch)
+    own, dense = _of_layer(arch), _of_layer(arch.dense)
     for number in range(arch.num_hidden_layers) if layers is None else layers:
-        yield from (f"model.layers.{number}.{name}" for name in own)
+        of_this = dense if number in range(arch.first_k_dense_replace) else own
+        yield from (f"model.layers.{number}.{name}" for name in of_this)
 
 
 def _of_layer(arch: Architecture) -> list[str]:

@@ -136,6 +136,12 @@ def _experts(facts: Facts) -> Iterator[RuleViolation]:
                 f'{given[0]} with family "{a.family}": no published model of it has this, so it could not be exported',
                 f'remove {", ".join(given)}, or set family = "{owner}"',
             )
+    elif a.first_k_dense_replace >= a.num_hidden_layers:
+        yield RuleViolation(
+            ("model.first_k_dense_replace", "model.num_hidden_layers", "model"),
+            f"first_k_dense_replace {a.first_k_dense_replace} leaves no layer with experts: the model has {a.num_hidden_layers} layers",
+            f"use first_k_dense_replace = {a.num_hidden_layers - 1} or less",
+        )
     else:
         yield from _expert_groups(facts)
 

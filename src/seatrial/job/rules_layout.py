@@ -31,10 +31,14 @@ def _tensor_model(facts: Facts) -> Iterator[RuleViolation]:
     keys = ("parallel.tensor",)
     a = facts.architecture
     heads, kv_heads = a.num_attention_heads, a.num_key_value_heads
-    width = "moe_intermediate_size" if a.num_experts else "intermediate_size"
-    intermediate = getattr(a, width)
+    widths = ["moe_intermediate_size"] if a.num_experts else ["intermediate_size"]
+    if a.first_k_dense_replace:
+        widths.append("intermediate_size")
+    intermediates = {width: getattr(a, width) for width in widths}
     fits = [
-        t for t in divisors(math.gcd(heads, kv_heads, intermediate)) if t <= joined_gpus(facts.job.cluster)
+        t
+        for t in divisors(math.gcd(heads, kv_heads, *intermediates.values()))
+        if t <= joined_gpus(facts.job.cluster)
     ]
     hint = f"use tensor = {either(fits)}"
     for name, size in (("num_attention_heads", heads), ("num_key_value_heads", kv_heads)):
@@ -42,8 +46,9 @@ def _tensor_model(facts: Facts) -> Iterator[RuleViolation]:
             yield RuleViolation(
                 keys, f"{name} {size} is not divisible by tensor {tensor}: a head cannot be split", hint
             )
-    if intermediate % tensor:
-        yield RuleViolation(keys, f"{width} {intermediate} is not divisible by tensor {tensor}", hint)
+    for width, size in intermediates.items():
+        if size % tensor:
+            yield RuleViolation(keys, f"{width} {size} is not divisible by tensor {tensor}", hint)
 
 
 def _tensor_vocabulary(facts: Facts) -> Iterator[RuleViolation]:
@@ -147,6 +152,14 @@ def _stages(facts: Facts) -> Iterator[RuleViolation]:
             if per_rank > 1
             else f"{product} needs {stages} layers, but the model has only {layers}",
             f"use at most {layers} stages",
+        )
+    dense = facts.architecture.first_k_dense_replace
+    if dense and layers >= stages and len(facts.layout.stage_layers(0, layers)) <= dense:
+        yield RuleViolation(
+            ("parallel.pipeline", "parallel.stages_per_rank"),
+            f"the first of {stages} stages has only layers without experts, of which the model has {dense}: every stage passes on "
+            "what its experts got",
+            f"use at most {max(1, layers // (dense + 1))} stages",
         )
 
 

@@ -157,6 +157,7 @@ class ModelSection(Section):
     moe_intermediate_size: Size | None = None
     norm_topk_prob: bool | None = None
     router_aux_loss_coef: Annotated[float, Field(ge=0, le=1000)] | None = None
+    first_k_dense_replace: Annotated[int, Field(ge=0, le=10_000_000)] | None = None
     n_shared_experts: Size | None = None
     sigmoid_router: bool | None = None
     n_group: Size | None = None

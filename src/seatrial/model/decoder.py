@@ -361,13 +361,13 @@ class Block(nn.Module):
     what `SparseMLP` returns.
     """
 
-    def __init__(self, arch: Architecture) -> None:
+    def __init__(self, arch: Architecture, *, sparse: bool) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
         self.self_attn = Attention(arch)
         self.post_attention_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
         self.mlp: MLP | SparseMLP = (
-            SparseMLP(arch) if arch.num_experts else MLP(arch.hidden_size, arch.intermediate_size)
+            SparseMLP(arch) if sparse else MLP(arch.hidden_size, arch.intermediate_size)
         )
         self.recompute = False
         self.contexts: Callable[[], Any] | None = None
@@ -423,7 +423,8 @@ class Trunk(nn.Module):
         self.embed_tokens: nn.Module | None = (
             nn.Embedding(arch.vocab_size, arch.hidden_size) if first else None
         )
-        self.layers = nn.ModuleDict({str(i): Block(arch) for i in layers})
+        sparse_from = arch.first_k_dense_replace if arch.num_experts else arch.num_hidden_layers
+        self.layers = nn.ModuleDict({str(i): Block(arch, sparse=i >= sparse_from) for i in layers})
         self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps) if last else None
 
 
@@ -462,7 +463,7 @@ class Decoder(nn.Module):
         self.own_positions: OwnPositions | None = None
         # Set by the trainer where there are experts: adds the load-balancing loss to that of the last stage.
         self.balance: Balance | None = None
-        # Positions sent to each expert of each of these layers by all forward passes with gradients so far, fp64.
+        # Positions sent to each expert of each of these layers that has any, by all forward passes with gradients so far, fp64.
         self.sent_LX: Tensor | None = None
         # Set by the trainer (activation offload).
         self.layer_context: LayerContext | None = None

@@ -15,6 +15,7 @@ from seatrial.base.box import Box
 from seatrial.base.errors import Diagnostic, InputError
 from seatrial.base.files import read_json
 from seatrial.job.architecture import Architecture
+from seatrial.job.families import family_named
 from seatrial.model.expert_files import file_shapes, read_joined, single_name
 
 WEIGHTS = "model.safetensors"
@@ -174,6 +175,8 @@ class HuggingFaceWeights:
                     (name, f"is stored as {part.get_dtype()}: quantised weights cannot be trained")
                 )
         for name in sorted(present - set(expected)):
+            if family_named(arch.family).layers_beyond and _layer(name) >= arch.num_hidden_layers:
+                continue
             if name == self._head and tied:
                 if self._embedding in present and not self._same(HEAD, EMBEDDING):
                     problems.append((name, f"differs from {self._embedding}, but the model ties them"))
@@ -200,6 +203,12 @@ class HuggingFaceWeights:
         return (
             "the weights are not of the model in the job's [model]: compare it with the folder's config.json"
         )
+
+
+def _layer(name: str) -> int:
+    """The number of the layer that a tensor belongs to; -1: none."""
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    return -1 if found is None else int(found[1])
 
 
 def _damaged(path: Path, error: Exception) -> Diagnostic:

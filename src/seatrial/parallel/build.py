@@ -21,7 +21,7 @@ from seatrial.job.architecture import Architecture
 from seatrial.job.layout import Coordinates, Layout
 from seatrial.job.parameters import is_router_bias
 from seatrial.job.schema import Accumulate, Fp8Scaling
-from seatrial.model.decoder import Decoder, stored_name, whole_shapes
+from seatrial.model.decoder import Decoder, SparseMLP, stored_name, whole_shapes
 from seatrial.model.lora import freeze_base
 from seatrial.model.source import WeightSource
 from seatrial.parallel.context import apply_context_parallel, own_positions
@@ -204,7 +204,8 @@ class ParallelModel:
     def take_expert_counts(self) -> Tensor | None:
         """Positions that this rank has sent to each expert of each layer since the last call, fp64 [L, X]; None: no experts.
 
-        Layers of other stages are 0: the sum over all ranks is that of the whole model and the global batch.
+        Layers of other stages are 0: the sum over all ranks is that of the whole model and the global batch. So are layers
+        without experts.
         """
         if not self.arch.num_experts:
             return None
@@ -214,7 +215,7 @@ class ParallelModel:
             sent_LX, stage.sent_LX = stage.sent_LX, None
             # All ranks of a tensor group route the same positions; only one of them counts.
             if sent_LX is not None and self.mesh.at.tensor == 0:
-                count_LX[stage.layer_range.start : stage.layer_range.stop] = sent_LX
+                count_LX[stage.layer_range.stop - len(sent_LX) : stage.layer_range.stop] = sent_LX
         return count_LX
 
     @torch.no_grad()
@@ -357,7 +358,7 @@ def build_stage(
             rows = settings.microbatch * settings.sequence_length
             model.balance = LoadBalancing(
                 arch.router_aux_loss_coef,
-                rows=rows * arch.num_hidden_layers,
+                rows=rows * arch.sparse_layers,
                 share=rows / settings.global_tokens,
                 ranks=layout.tensor,
             )
@@ -387,7 +388,7 @@ def build_stage(
         if settings.activation_checkpointing == "selective":
             widths = (
                 (arch.moe_intermediate_size, arch.shared_width)
-                if arch.num_experts
+                if isinstance(block.mlp, SparseMLP)
                 else (arch.intermediate_size,)
             )
             rank = None if arch.lora is None else arch.lora.rank

@@ -79,7 +79,8 @@ class SpreadExperts:
 def apply_expert_parallel(model: Decoder, group: ProcessGroup) -> None:
     """Leave `model` (on the meta device) this rank's number of experts in each layer, and spread the slots over the group."""
     for block in model.blocks:
-        assert isinstance(block.mlp, SparseMLP)
+        if not isinstance(block.mlp, SparseMLP):
+            continue
         experts = block.mlp.experts
         for name, whole in list(experts.named_parameters()):
             own = nn.Parameter(whole.detach()[: len(whole) // group.size()].clone())

@@ -26,6 +26,7 @@ def smaller(model: Architecture, factor: float, *, tensor: int, stages: int) -> 
     hidden = model.hidden_size * heads // model.num_attention_heads
     whole = model.num_hidden_layers % stages == 0
     layers = _near(model.num_hidden_layers * factor, stages if whole else 1, model.num_hidden_layers)
+    layers = max(layers, min(stages, model.num_hidden_layers))
     return replace(
         model,
         num_key_value_heads=kv,
@@ -35,7 +36,8 @@ def smaller(model: Architecture, factor: float, *, tensor: int, stages: int) -> 
         moe_intermediate_size=_near(
             model.moe_intermediate_size * factor, EXPERT_UNIT * tensor, model.moe_intermediate_size
         ),
-        num_hidden_layers=max(layers, min(stages, model.num_hidden_layers)),
+        num_hidden_layers=layers,
+        first_k_dense_replace=min(model.first_k_dense_replace, -(-layers // stages) - 1),
     )
 
 

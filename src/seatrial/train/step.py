@@ -230,7 +230,7 @@ def local_vector(
     if mesh.rank == 0:
         values[_COUNTED] = model.counted
         if count_LX is not None:
-            values[_LARGEST : _IDLE + 1] = expert_load(count_LX)
+            values[_LARGEST : _IDLE + 1] = expert_load(count_LX[model.arch.first_k_dense_replace :])
     values[_NORM] = norm_squared
     values[index(_NOT_FINITE)] = ~torch.isfinite(values[_LOSS] + values[_NORM])
     if changed is not None:

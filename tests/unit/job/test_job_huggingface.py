@@ -236,8 +236,7 @@ GLM = {
         key: QWEN_25[key] for key in ("num_attention_heads", "num_key_value_heads", "max_position_embeddings")
     },
     "n_routed_experts": 64,
-    "first_k_dense_replace": 0,
-    "num_nextn_predict_layers": 0,
+    "num_nextn_predict_layers": 1,
     "n_group": 8,
     "topk_group": 2,
     "routed_scaling_factor": 2.5,
@@ -252,6 +251,8 @@ def test_deepseeks_routing() -> None:
     assert (a.qkv_bias, a.qk_norm, a.sigmoid_router, a.partial_rotary_factor) == (True, False, True, 0.25)
     # What Glm4MoeConfig takes for keys that are missing.
     assert (a.n_shared_experts, a.num_experts_per_tok, a.moe_intermediate_size) == (1, 8, 1408)
+    all_sparse = architecture_from_config({**GLM, "first_k_dense_replace": 0})
+    assert (a.first_k_dense_replace, all_sparse.first_k_dense_replace) == (1, 0)
     assert (a.norm_topk_prob, a.rms_norm_eps, a.router_aux_loss_coef) == (True, 1e-5, 0)
     older = {k: v for k, v in GLM.items() if k != "rope_parameters"} | {"rope_theta": 1e6}
     assert architecture_from_config(older | {"partial_rotary_factor": 0.25}) == a
@@ -261,8 +262,7 @@ def test_deepseeks_routing() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"first_k_dense_replace": 1}, "first_k_dense_replace = 1 is not supported, only 0"),
-        ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers = 1 is not supported, only 0"),
+        ({"first_k_dense_replace": -1}, "first_k_dense_replace must be a positive integer, not -1"),
         ({"n_group": 0}, "n_group must be a positive integer, not 0"),
         ({"routed_scaling_factor": "2"}, 'routed_scaling_factor must be a positive number, not "2"'),
     ],
@@ -271,9 +271,6 @@ def test_what_glm_could_have_and_is_refused(changes: dict[str, Any], message: st
     with pytest.raises(InputError) as caught:
         architecture_from_config({**GLM, **changes})
     assert message in caught.value.render()
-    for missing in ("first_k_dense_replace", "num_nextn_predict_layers"):  # Glm4MoeConfig takes 1
-        with pytest.raises(InputError):
-            architecture_from_config({k: v for k, v in GLM.items() if k != missing})
 
 
 @pytest.mark.parametrize(

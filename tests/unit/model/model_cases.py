@@ -78,6 +78,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "glm4-moe-bias": _case(
         "glm4_moe", 4, 4, 16, 263, hidden_size=40, qkv_bias=True, **(DEEPSEEK | {"norm_topk_prob": False})
     ),
+    "glm4-moe-dense-first": _case(
+        "glm4_moe", 4, 2, 16, 257, **(DEEPSEEK | {"num_hidden_layers": 4, "first_k_dense_replace": 1})
+    ),
     "mistral-gqa4": _case("mistral", 4, 1, 16, 257, hidden_size=40, rms_norm_eps=1e-5),  # of examples/
 }
 
@@ -138,8 +141,7 @@ class Oracle:
             rope["partial_rotary_factor"] = arch.partial_rotary_factor
             mixture |= {key: getattr(arch, key) for key in DEEPSEEK_MIXTURE}
             mixture |= {"attention_bias": arch.qkv_bias, "use_qk_norm": arch.qk_norm}
-            mixture |= {"n_routed_experts": mixture.pop("num_experts"), "first_k_dense_replace": 0}
-            mixture |= {"num_nextn_predict_layers": 0}
+            mixture |= {"n_routed_experts": mixture.pop("num_experts"), "num_nextn_predict_layers": 0}
         return config_class(
             **mixture,
             vocab_size=arch.vocab_size,

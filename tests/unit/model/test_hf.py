@@ -104,7 +104,7 @@ def test_transformers_reads_what_we_write(
 
 
 @pytest.mark.parametrize("shard", ["5GB", "20KB"])
-@pytest.mark.parametrize("case", ["qwen3-moe-gqa2", "glm4-moe-groups", "glm4-moe-bias"])
+@pytest.mark.parametrize("case", ["qwen3-moe-gqa2", "glm4-moe-groups", "glm4-moe-dense-first"])
 def test_experts_from_transformers_and_back(case: str, shard: str, oracle: Oracle, tmp_path: Path) -> None:
     """In files each matrix of each expert is a tensor of its own, in transformers and in ours several are one."""
     arch = ARCHITECTURES[case]

@@ -36,8 +36,8 @@ def _arch(request: pytest.FixtureRequest) -> Architecture:
     return ARCHITECTURES[request.param]
 
 
-def _ids(arch: Architecture, batch: int = 2, length: int = 65, seed: int = 1) -> torch.Tensor:
-    return torch.randint(arch.vocab_size, (batch, length), generator=torch.Generator().manual_seed(seed))
+def _ids(arch: Architecture, batch: int = 2, length: int = 65) -> torch.Tensor:
+    return torch.randint(arch.vocab_size, (batch, length), generator=torch.Generator().manual_seed(1))
 
 
 def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -59,7 +59,7 @@ def test_logits_loss_and_every_gradient(arch: Architecture, oracle: Oracle) -> N
     asked = {"output_router_logits": True} if balances else {}
     expected = theirs(ids, labels=ids, **asked)
     balance = LoadBalancing(
-        arch.router_aux_loss_coef, rows=ids.numel() * arch.num_hidden_layers, share=1.0, ranks=1
+        arch.router_aux_loss_coef, rows=ids.numel() * arch.sparse_layers, share=1.0, ranks=1
     )
     ours.balance = balance
     logits = ours(ids)
@@ -95,27 +95,22 @@ def test_recomputed_activations_give_the_same_gradients(arch: Architecture) -> N
 
 
 def test_bf16_logits(arch: Architecture, oracle: Oracle) -> None:
-    # Where two experts get nearly the same, rounding sends a position to another one: one model's errors are chance.
-    drawn = []
-    for seed in range(5 if arch.num_experts else 1):
-        tensors, ids = random_tensors(arch, seed), _ids(arch, seed=seed + 1)
-        with torch.no_grad():
-            exact = oracle.model(arch, tensors)(ids).logits
-            theirs = oracle.model(arch, tensors, torch.bfloat16)(ids).logits.float()
-            ours = load_whole(arch, DictWeights(tensors), dtype=torch.bfloat16)(ids).float()
-        drawn.append((exact, theirs, ours))
-    exact, theirs, ours = (torch.stack(each) for each in zip(*drawn, strict=True))
+    tensors, ids = random_tensors(arch), _ids(arch, batch=8)
+    with torch.no_grad():
+        exact = oracle.model(arch, tensors)(ids).logits
+        theirs = oracle.model(arch, tensors, torch.bfloat16)(ids).logits.float()
+        ours = load_whole(arch, DictWeights(tensors), dtype=torch.bfloat16)(ids).float()
     # transformers rounds to bf16 inside its norm as well, so the two differ. Ours must be no farther from fp32.
     assert _error(ours, exact) <= 1.1 * _error(theirs, exact)
-    most = 0.2 if arch.num_experts else 0.04
-    assert _error(ours, theirs) <= 1.5 * _error(theirs, exact) <= most
+    assert _error(ours, theirs) <= 1.5 * _error(theirs, exact) <= 0.04
 
 
 def test_pipeline_stages_compute_what_the_whole_model_does(arch: Architecture) -> None:
     tensors, ids = random_tensors(arch), _ids(arch)
     whole = load_whole(arch, DictWeights(tensors))
     n = arch.num_hidden_layers
-    stages = [Decoder(arch, range(1), last=False), Decoder(arch, range(1, n), first=False)]
+    first = 1 + arch.first_k_dense_replace
+    stages = [Decoder(arch, range(first), last=False), Decoder(arch, range(first, n), first=False)]
     h = ids
     with torch.no_grad():
         for stage in stages:
@@ -135,7 +130,7 @@ def test_parameter_counts(arch: Architecture, oracle: Oracle) -> None:
     biases = {name: shape for name, shape in expected.items() if is_router_bias(name)}
     assert {name: tuple(b.shape) for name, b in theirs.named_buffers() if is_router_bias(name)} == biases
     assert {name: tuple(p.shape) for name, p in theirs.named_parameters()} | biases == expected
-    assert sum(map(math.prod, biases.values())) == arch.num_hidden_layers * arch.router_biases
+    assert sum(map(math.prod, biases.values())) == arch.sparse_layers * arch.router_biases
     shapes = {name: shape for name, shape in shapes.items() if name not in biases}
     assert sum(math.prod(shape) for shape in shapes.values()) == arch.parameters() == theirs.num_parameters()
     used = {
@@ -173,8 +168,11 @@ def test_config_json_of_transformers(arch: Architecture, oracle: Oracle) -> None
 
 
 def _error(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The root mean square of the difference as a part of that of `b`."""
-    return ((a - b).norm() / b.norm()).item()
+    """The root mean square of a position's difference as a part of that of `b`: the median of all positions.
+
+    Where two experts get nearly the same, rounding sends a position to another one, and its error is that of chance.
+    """
+    return ((a - b).norm(dim=-1) / b.norm(dim=-1)).median().item()
 
 
 @pytest.mark.parametrize("name", ["qwen2-gqa2-tied", "llama-gqa4"])

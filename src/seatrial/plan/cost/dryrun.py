@@ -136,7 +136,15 @@ def dry_run(
     if optimizer_named(job.optimizer.name).matrix_states is not None:
         # A rank orthogonalises each n-th matrix: only every n more layers add the same to it.
         period = math.lcm(period, world // job.layout.pipeline)
-    at = grid(job.layout, job.architecture.num_hidden_layers, job.microbatches, period, whole=whole)
+    arch = job.architecture
+    at = grid(
+        job.layout,
+        arch.num_hidden_layers,
+        job.microbatches,
+        period,
+        dense=arch.first_k_dense_replace,
+        whole=whole,
+    )
     traces = [[rank, *point] for rank in wanted for point in at.points]
     workers = max(1, min(processes or os.cpu_count() or 1, len(traces)))
     shares = [traces[i::workers] for i in range(workers)]

@@ -62,15 +62,18 @@ class Grid:
         return self.layers.exact and self.microbatches.exact
 
 
-def grid(layout: Layout, layers: int, microbatches: int, period: int = 1, *, whole: bool = False) -> Grid:
+def grid(
+    layout: Layout, layers: int, microbatches: int, period: int = 1, *, dense: int = 0, whole: bool = False
+) -> Grid:
     """The sizes to trace for a model with `layers`; `whole`: its full sizes, without extrapolation.
 
     The remainder of layers over stages is kept, so that the same stages are the larger ones (`Layout.stage_layers`). If
-    only every `period`-th layer of a stage is recomputed, so is the remainder of a stage's layers over `period`.
+    only every `period`-th layer of a stage is recomputed, so is the remainder of a stage's layers over `period`. The first
+    `dense` layers are others than the rest: all traces have them.
     """
     each, spare = divmod(layers, layout.stages)
     sizes: tuple[int, ...] = (layers,)
-    least = 2 * max(_EDGE, period)
+    least = dense + 2 * max(_EDGE, period)
     least += (each - least) % period
     if not whole and each > least + period:
         sizes = tuple(n * layout.stages + spare for n in (least, least + period))

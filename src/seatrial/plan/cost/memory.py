@@ -28,7 +28,7 @@ from seatrial.plan.cost import muon
 from seatrial.plan.cost.overlap import OURS, reorders
 from seatrial.plan.cost.stacks import Stack
 from seatrial.plan.cost.unshard import ACTIVE_STAGES
-from seatrial.plan.model.recipe import Recipe
+from seatrial.plan.model.recipe import Recipe, layer_kinds
 
 # Outside torch's allocator, so not in max_memory_allocated: context and libraries, and buffers per NCCL communicator.
 GROUP_BYTES = 688 * MIB
@@ -116,10 +116,16 @@ def experts_elsewhere(model: Architecture, recipe: Recipe, layers: int) -> float
     return share * layers * model.num_experts * model.expert_parameters / recipe.layout.tensor
 
 
+def layer_parameters(model: Architecture, recipe: Recipe, rank: int) -> float:
+    """Parameters of a pipeline rank's layers on one tensor-parallel rank, before data parallel shards them."""
+    kinds = layer_kinds(model, recipe, rank)
+    return sum(kind.layers * layer_share(kind.model, recipe.layout.tensor) for kind in kinds)
+
+
 def rank_parameters(model: Architecture, recipe: Recipe, rank: int) -> float:
     """Parameters of a pipeline rank on one tensor-parallel rank, before data parallel shards them."""
     layout = recipe.layout
-    n = sum(layout.rank_layers(rank, model.num_hidden_layers)) * layer_share(model, layout.tensor)
+    n = layer_parameters(model, recipe, rank)
     ends = model.embedding_parameters() / layout.tensor
     if rank == 0:
         n += ends + model.hidden_size * model.learned_positions
@@ -148,8 +154,7 @@ def optimizer_bytes(model: Architecture, recipe: Recipe, stack: Stack, rank: int
 
 def root_parameters(model: Architecture, recipe: Recipe, rank: int) -> float:
     """As `rank_parameters`, without those of layers: embeddings, last norm, head."""
-    layers = sum(recipe.layout.rank_layers(rank, model.num_hidden_layers))
-    return rank_parameters(model, recipe, rank) - layers * layer_share(model, recipe.layout.tensor)
+    return rank_parameters(model, recipe, rank) - layer_parameters(model, recipe, rank)
 
 
 def rank_memory(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> Memory:
@@ -327,8 +332,8 @@ def _base(model: Architecture, recipe: Recipe, stack: Stack, rank: int, n: float
         parameters, optimizer = weight * n / recipe.shard_ranks, optimizer / recipe.shard_ranks
         gradients = gradient * trained / recipe.shard_ranks if recipe.microbatches > 1 else 0.0
         if not _reduces_at_once(recipe, stack):
-            layers = sum(recipe.layout.rank_layers(rank, model.num_hidden_layers))
-            unsharded = 4 * (trained - experts_elsewhere(model, recipe, layers)) - gradients
+            elsewhere = experts_elsewhere(model, recipe, layer_kinds(model, recipe, rank)[0].layers)
+            unsharded = 4 * (trained - elsewhere) - gradients
     else:
         parameters = float(weight * n)
         gradients = float(gradient * trained)
@@ -370,12 +375,14 @@ def _gathered(model: Architecture, recipe: Recipe, rank: int, n: float, *, layer
     wrapped = recipe.shard_ranks * recipe.layout.replicate > 1 or recipe.precision != "fp32"
     if recipe.sharding != "full" or not wrapped:
         return 0.0
-    held = sum(recipe.layout.rank_layers(rank, model.num_hidden_layers))
-    n -= experts_elsewhere(model, recipe, held)
+    sparse = layer_kinds(model, recipe, rank)[0].layers
+    elsewhere = experts_elsewhere(model, recipe, sparse)
+    n -= elsewhere
     if not recipe.reshard or recipe.layout.pipeline > 1:
         return recipe.width * (n - _freed(model, recipe, rank))
     layer = layer_share(model, recipe.layout.tensor) - experts_elsewhere(model, recipe, 1)
-    return recipe.width * (n - (held - min(layers, held)) * layer)
+    all_layers = layer_parameters(model, recipe, rank) - elsewhere
+    return recipe.width * (n - all_layers + min(layers, sparse) * layer)
 
 
 def _freed(model: Architecture, recipe: Recipe, rank: int) -> float:
@@ -388,6 +395,8 @@ def _freed(model: Architecture, recipe: Recipe, rank: int) -> float:
         return 0.0
     layer = layer_share(model, recipe.layout.tensor) - experts_elsewhere(model, recipe, 1)
     stages = [count * layer for count in recipe.layout.rank_layers(rank, model.num_hidden_layers)]
+    for dense in layer_kinds(model, recipe, rank)[1:]:
+        stages[0] += dense.layers * (layer_share(dense.model, recipe.layout.tensor) - layer)
     root = root_parameters(model, recipe, rank)
     stages[0 if rank == 0 else -1] += root
     twice = root if rank == 0 else 0.0
@@ -398,10 +407,11 @@ def _waiting(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> fl
     """Bytes of activations of microbatches in flight, at the schedule's peak."""
     kept_input = stage_input(model, recipe)
     counts = recipe.layout.rank_layers(rank, model.num_hidden_layers)
-    count, redone = sum(counts), recipe.recomputed_of(counts)
-    layers = redone * _kept(model, recipe, stack) if redone else 0.0
-    if redone < count:
-        layers += (count - redone) * layer_activations(model, recipe, stack)
+    layers = 0.0
+    for kind in layer_kinds(model, recipe, rank):
+        layers += kind.recomputed * _kept(kind.model, recipe, stack) if kind.recomputed else 0.0
+        if kind.recomputed < kind.layers:
+            layers += (kind.layers - kind.recomputed) * layer_activations(kind.model, recipe, stack)
     waiting = _in_flight(recipe, rank) * (layers / len(counts) + kept_input)
     return waiting - offloaded_inputs(model, recipe, rank) * kept_input + _owed(model, recipe, stack, rank)
 
@@ -461,13 +471,15 @@ def _owed(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> float
     if layout.pipeline == 1 or not schedule.split_backward:
         return 0.0
     width, n, D = recipe.width, recipe.layout.tensor, model.hidden_size
-    cut = model.query_width + 2 * model.kv_width + model.ffn_in  # outputs that tensor parallel shards
-    layer = width * recipe.tokens * (cut / n + 2 * D + 2 * D / n)
-    counts = layout.rank_layers(rank, model.num_hidden_layers)
+    counts, layers = layout.rank_layers(rank, model.num_hidden_layers), 0.0
+    for kind in layer_kinds(model, recipe, rank):
+        own = kind.model
+        cut = own.query_width + 2 * own.kv_width + own.ffn_in  # outputs that tensor parallel shards
+        layers += kind.layers * width * recipe.tokens * (cut / n + 2 * D + 2 * D / n)
     waiting = schedule.deferred(layout.pipeline, layout.stages_per_rank, recipe.microbatches, rank)
     last = rank == layout.pipeline - 1 and stack.name not in OURS
     logits = width * recipe.tokens * model.vocab_size / n if last else 0.0
-    return (waiting + 1) * sum(counts) / len(counts) * layer + waiting * logits
+    return (waiting + 1) * layers / len(counts) + waiting * logits
 
 
 def _eight_bit_weights(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> float:

@@ -8,7 +8,7 @@ from seatrial.job.architecture import Architecture
 from seatrial.plan.cost.collectives import Fabric
 from seatrial.plan.cost.kernels import Kernels
 from seatrial.plan.model.cluster import group
-from seatrial.plan.model.recipe import Recipe
+from seatrial.plan.model.recipe import Recipe, layer_kinds
 
 _STEPS = 5  # of the Newton-Schulz iteration
 
@@ -20,19 +20,22 @@ def stage_ranks(recipe: Recipe) -> int:
 
 def matrix_parameters(model: Architecture, recipe: Recipe, rank: int) -> float:
     """Parameters in matrices of a pipeline rank's layers on one tensor-parallel rank, before data parallel shards them."""
-    layers = sum(recipe.layout.rank_layers(rank, model.num_hidden_layers))
-    split = model.hidden_matrix_parameters() / model.num_hidden_layers - model.router_parameters
-    return layers * (split / recipe.layout.tensor + model.router_parameters)
+    total = 0.0
+    for kind in layer_kinds(model, recipe, rank):
+        own = kind.model
+        split = own.layer_parameters() - own.layer_vectors - own.router_parameters
+        total += kind.layers * (split / recipe.layout.tensor + own.router_parameters)
+    return total
 
 
 def flops(model: Architecture, recipe: Recipe, rank: int) -> float:
     """FLOPs of matrix products of one rank of pipeline rank `rank`, of the ranks' mean."""
-    layers = sum(recipe.layout.rank_layers(rank, model.num_hidden_layers))
-    each = 0.0
-    for rows, columns, n in model.hidden_matrices():
-        small, large = sorted((rows, columns))
-        each += n * (4.0 * small * small * large + 2.0 * small**3)
-    return _STEPS * layers * each / stage_ranks(recipe)
+    total = 0.0
+    for kind in layer_kinds(model, recipe, rank):
+        for rows, columns, n in kind.model.hidden_matrices():
+            small, large = sorted((rows, columns))
+            total += kind.layers * n * (4.0 * small * small * large + 2.0 * small**3)
+    return _STEPS * total / stage_ranks(recipe)
 
 
 def sent_bytes(model: Architecture, recipe: Recipe, rank: int) -> float:
@@ -55,7 +58,8 @@ def temporary_bytes(model: Architecture, recipe: Recipe, rank: int) -> float:
     Of that five copies in bf16 (sent, received, whole, two of the iteration) and two squares of its smaller side.
     """
     largest = 0.0
-    for rows, columns, n in model.hidden_matrices():
+    kinds = layer_kinds(model, recipe, rank)
+    for rows, columns, n in (matrix for kind in kinds for matrix in kind.model.hidden_matrices()):
         small, large = sorted((rows, columns))
         together = 1 if n == 1 else math.ceil(model.num_experts / stage_ranks(recipe))
         largest = max(largest, together * (10.0 * small * large + 4.0 * small * small))

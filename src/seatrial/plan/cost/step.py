@@ -23,7 +23,7 @@ from seatrial.plan.cost.stacks import Stack
 from seatrial.plan.cost.unshard import unshards
 from seatrial.plan.cost.work import EARLY_STOP, REDONE, Work, tensor_group, work
 from seatrial.plan.model.cluster import Group, group
-from seatrial.plan.model.recipe import Recipe
+from seatrial.plan.model.recipe import Recipe, layer_kinds
 
 # Weak scaling of a layout slows a step by 0.4 to 0.7 % per doubling beyond what communication explains; MaxText by 2.2 % in total.
 SLOWER_BY_DOUBLING = 0.005
@@ -339,7 +339,7 @@ def traffic(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Stack) -
 def rank_traffic(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Stack, rank: int) -> Traffic:
     """As `traffic`, for one pipeline rank. The step's vector of values is negligible."""
     r, layout, m, n = recipe, recipe.layout, recipe.microbatches, recipe.layout.tensor
-    layers = sum(layout.rank_layers(rank, model.num_hidden_layers))
+    layers, sparse = sum(layout.rank_layers(rank, model.num_hidden_layers)), layer_kinds(model, r, rank)[0]
     width = r.width
     hidden = width * r.tokens * model.hidden_size
     # A layer has two all-gathers and two reduce-scatters, forward and backward; embedding and head one collective in each.
@@ -350,10 +350,9 @@ def rank_traffic(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Sta
         again = EARLY_STOP
     share = r.recomputed_of(layout.rank_layers(rank, model.num_hidden_layers)) / layers
     ends = (rank == 0) + (rank == layout.pipeline - 1)
-    regathers = 2.0 * (stack.name in OURS)
+    messages = layers * (4 * (2 + share * again) + 2.0 * (stack.name in OURS)) + 2 * ends
     if model.num_experts:
-        regathers += share * (r.recompute == "selective") - 1
-    messages = layers * (4 * (2 + share * again) + regathers) + 2 * ends
+        messages += sparse.recomputed * (r.recompute == "selective") - sparse.layers
     if (
         rank == layout.pipeline - 1 > 0
         and stack.name in OURS
@@ -392,7 +391,7 @@ def rank_traffic(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Sta
         reduced = stack.gradient_bytes * _reductions(r, stack)
         data = cut * (gathers + reduced * trained)
         if layout.expert > 1:  # a rank gathers and reduces its own experts, over the ranks with the same ones
-            experts = layers * model.num_experts * model.expert_parameters / n
+            experts = sparse.layers * model.num_experts * model.expert_parameters / n
             experts *= (width * (before + after) + reduced) / r.shard_ranks
             apart = experts * (r.shard_ranks / layout.expert - 1)
             data -= experts * (r.shard_ranks - 1)
@@ -433,11 +432,11 @@ def _exchanged(model: Architecture, recipe: Recipe, rank: int) -> float:
     Of each position and expert its hidden states before and after the expert, its weight in fp32, and the gradients of these;
     of each expert how many it gets. A recomputed layer repeats what is not a gradient.
     """
-    counts = recipe.layout.rank_layers(rank, model.num_hidden_layers)
+    sparse = layer_kinds(model, recipe, rank)[0]
     slots = recipe.tokens * model.num_experts_per_tok
     one = slots * (2 * recipe.width * model.hidden_size + 4)
-    forward, layers = one + 4 * model.num_experts, sum(counts)
-    return float(recipe.microbatches * (layers * (forward + one) + recipe.recomputed_of(counts) * forward))
+    forward = one + 4 * model.num_experts
+    return float(recipe.microbatches * (sparse.layers * (forward + one) + sparse.recomputed * forward))
 
 
 def _all_to_all_leaves(sent: float, at: Group) -> float:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from seatrial.hardware.catalogue import Precision
+from seatrial.job.architecture import Architecture
 from seatrial.job.job import Job
 from seatrial.job.layout import Layout
 from seatrial.job.optimizers import ADAMW
@@ -142,3 +143,22 @@ class Recipe:
     def tokens(self) -> int:
         """Tokens of one microbatch on one context-parallel rank."""
         return self.microbatch * self.sequence // self.context
+
+
+class LayerKind(NamedTuple):
+    """Layers of one kind on a pipeline rank."""
+
+    model: Architecture  # all of whose layers are of this kind
+    layers: int
+    recomputed: int  # of these
+
+
+def layer_kinds(model: Architecture, recipe: Recipe, rank: int) -> tuple[LayerKind, ...]:
+    """The layers of a pipeline rank: those with experts, if the model has any, then the first stage's without."""
+    counts = recipe.layout.rank_layers(rank, model.num_hidden_layers)
+    layers, recomputed = sum(counts), recipe.recomputed_of(counts)
+    dense = model.first_k_dense_replace if rank == 0 else 0
+    if not dense:
+        return (LayerKind(model, layers, recomputed),)
+    first = recipe.recomputed_of((dense,))
+    return LayerKind(model, layers - dense, recomputed - first), LayerKind(model.dense, dense, first)

@@ -18,7 +18,7 @@ from seatrial.plan.cost.memory import rank_memory, representative_ranks
 from seatrial.plan.cost.predict import stack_for
 from seatrial.plan.cost.step import rank_traffic
 from seatrial.plan.model.cluster import Cluster
-from seatrial.plan.model.recipe import Recipe
+from seatrial.plan.model.recipe import Recipe, layer_kinds
 
 # A larger relative difference is an error of one of the two.
 TOLERANCE = 0.05
@@ -134,18 +134,21 @@ def _products(model: Architecture, recipe: Recipe, rank: int) -> float:
     products cost once their forward pass backward.
     """
     tokens = recipe.tokens * recipe.microbatches / recipe.layout.tensor
-    layers = sum(recipe.layout.rank_layers(rank, model.num_hidden_layers))
     each = 6.0 if model.lora is None else 4.0
-    one = each * model.layer_matrix_parameters() + 6.0 * model.adapter_parameters()
-    last = model.ffn_width * model.hidden_size
-    again = float(last) if model.num_experts and recipe.recompute != "none" else 0.0
-    if recipe.recompute == "full":
-        again += model.layer_matrix_parameters() - last + model.adapter_parameters()
-    elif recipe.recompute == "selective" and model.lora is not None:  # see `parallel.recompute`
-        widths = [(t, *model.projections()[t]) for t in model.lora.targets]
-        again = model.lora.rank * sum(b + (a if t == "down_proj" else 0) for t, a, b in widths)
-    again *= 2.0 * recipe.recomputed_of(recipe.layout.rank_layers(rank, model.num_hidden_layers))
+    layers = 0.0
+    for kind in layer_kinds(model, recipe, rank):
+        own = kind.model
+        one = each * own.layer_matrix_parameters() + 6.0 * own.adapter_parameters()
+        last, again = (own.shared_width if own.num_experts else own.ffn_width) * own.hidden_size, 0.0
+        if recipe.recompute == "full":
+            again = own.layer_matrix_parameters() - last + own.adapter_parameters()
+        elif recipe.recompute == "selective" and own.lora is not None:  # see `parallel.recompute`
+            widths = [(t, *own.projections()[t]) for t in own.lora.targets]
+            again = own.lora.rank * sum(b + (a if t == "down_proj" else 0) for t, a, b in widths)
+        elif recipe.recompute == "selective":
+            again = own.ffn_width * own.hidden_size - last
+        layers += kind.layers * one + 2.0 * kind.recomputed * again
     head = each * model.embedding_parameters() if rank == recipe.layout.pipeline - 1 else 0.0
     if model.lora is not None and rank == 0:
         head -= 2.0 * model.first_layer_unneeded()[0]
-    return tokens * (layers * one + again + head)
+    return tokens * (layers + head)
