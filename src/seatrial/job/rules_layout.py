@@ -154,7 +154,7 @@ def _stages(facts: Facts) -> Iterator[RuleViolation]:
             f"use at most {layers} stages",
         )
     dense = facts.architecture.first_k_dense_replace
-    if dense and layers >= stages and len(facts.layout.stage_layers(0, layers)) <= dense:
+    if 0 < dense < layers and 0 < len(facts.layout.stage_layers(0, layers)) <= dense:
         yield RuleViolation(
             ("parallel.pipeline", "parallel.stages_per_rank"),
             f"the first of {stages} stages has only layers without experts, of which the model has {dense}: every stage passes on "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from seatrial.job import Job
@@ -19,7 +19,7 @@ def smaller(model: Architecture, factor: float, *, tensor: int, stages: int) -> 
 
     Heads stay multiples of `tensor` and keep their number per key/value head where `tensor` allows it; hidden size stays
     in proportion to the heads. Layers stay a multiple of `stages`, the pipeline stages of all ranks, if they were, and
-    at least `stages`. Nothing grows.
+    at least `stages`; the first stage keeps a layer with experts. Nothing grows.
     """
     kv = _near(model.num_key_value_heads * factor, tensor, model.num_key_value_heads)
     heads = _near(model.num_attention_heads * factor, kv, model.num_attention_heads)
@@ -37,7 +37,7 @@ def smaller(model: Architecture, factor: float, *, tensor: int, stages: int) -> 
             model.moe_intermediate_size * factor, EXPERT_UNIT * tensor, model.moe_intermediate_size
         ),
         num_hidden_layers=layers,
-        first_k_dense_replace=min(model.first_k_dense_replace, -(-layers // stages) - 1),
+        first_k_dense_replace=min(model.first_k_dense_replace, layers // stages - 1),
     )
 
 
@@ -54,7 +54,7 @@ def smaller_changes(job: Job, factor: float) -> tuple[Change, ...]:
     stages = layout.pipeline * layout.stages_per_rank
     less = smaller(job.architecture, factor, tensor=layout.tensor, stages=stages)
     why = f"--model-scale {factor:g}"
-    old, new = job.architecture.as_dict(), less.as_dict()
+    old, new = job.architecture.as_dict(), asdict(less) | less.as_dict()
     found = [Change(f"model.{key}", old[key], new[key], why) for key in old if old[key] != new[key]]
     if job.model.init_from is not None:
         found.append(Change("model.init_from", job.model.init_from, None, "its weights do not fit"))

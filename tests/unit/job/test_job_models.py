@@ -36,6 +36,9 @@ PUBLISHED = {
     "qwen3-32b": 32.8,
     "qwen3-30b-a3b": 30.5,
     "qwen3-235b-a22b": 235.0,
+    "glm-4.5-air": 106.0,
+    # 355 (arXiv:2508.06471, table 1) with the layer that predicts a token further ahead, and without embedding and head.
+    "glm-4.5": 355 - 3.87 + 1.55,
 }
 
 
@@ -48,7 +51,10 @@ def test_parameters_are_the_published_total(name: str) -> None:
     assert model_presets()[name].parameters() == pytest.approx(PUBLISHED[name] * 1e9, rel=0.01)
 
 
-@pytest.mark.parametrize(("name", "billions"), [("qwen3-30b-a3b", 3.3), ("qwen3-235b-a22b", 22.0)])
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("qwen3-30b-a3b", 3.3), ("qwen3-235b-a22b", 22.0), ("glm-4.5-air", 12 + 1.24), ("glm-4.5", 32 + 1.55)],
+)
 def test_active_parameters_are_the_published_ones(name: str, billions: float) -> None:
     assert model_presets()[name].active_parameters() == pytest.approx(billions * 1e9, rel=0.02)
 

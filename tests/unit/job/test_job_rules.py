@@ -453,6 +453,9 @@ def test_deepseeks_routing_is_written_as_it_was_read() -> None:
     [
         (("model.n_group=3",), "num_experts 8 is not 3 equal groups of two or more experts", "model.n_group=4"),
         (("model.n_group=8",), "num_experts 8 is not 8 equal groups of two or more experts", "model.n_group=2"),
+        (("model.first_k_dense_replace=8",), "leaves no layer with experts", "model.first_k_dense_replace=1"),
+        (("model.first_k_dense_replace=2", "parallel.pipeline=2"), "the first of 2 stages has only layers without experts", "model.first_k_dense_replace=1"),
+        (("model.first_k_dense_replace=1", "model.intermediate_size=97"), "intermediate_size 97 is not divisible by tensor 2", "model.intermediate_size=96"),
         (("model.topk_group=5",), "topk_group 5 is more than n_group 4", "model.topk_group=4"),
         (("model.num_experts_per_tok=5",), "num_experts_per_tok 5 is more than the 4 experts of topk_group 2 groups", "model.topk_group=3"),
         (("model.sigmoid_router=false",), 'sigmoid_router = false with family "glm4_moe"', "model.sigmoid_router=true"),

@@ -130,6 +130,25 @@ def test_experts_from_transformers_and_back(case: str, shard: str, oracle: Oracl
     assert all(same_bytes(again[name], values) for name, values in model.state_dict().items())
 
 
+def test_layers_that_predict_further_ahead_are_not_read(tmp_path: Path) -> None:
+    arch = ARCHITECTURES["glm4-moe-dense-first"]
+    write_huggingface(DictWeights(random_tensors(arch)), arch, tmp_path / "whole", dtype="float32")
+    tensors = load_file(tmp_path / "whole" / WEIGHTS)
+    beyond = {f"model.layers.{arch.num_hidden_layers}.eh_proj.weight": torch.ones(2, 2)}
+    HuggingFaceWeights(_saved(tmp_path / "more", tensors | beyond)).check(arch)
+    wrong = {f"model.layers.{arch.num_hidden_layers - 1}.eh_proj.weight": torch.ones(2, 2)}
+    weights = HuggingFaceWeights(_saved(tmp_path / "wrong", tensors | wrong))
+    with pytest.raises(InputError) as caught:
+        weights.check(arch)
+    assert "eh_proj.weight is not a parameter of this model" in _problems(caught)
+    other = ARCHITECTURES["qwen3-moe-tied"]  # its family has no such layers
+    write_huggingface(DictWeights(random_tensors(other)), other, tmp_path / "other", dtype="float32")
+    beyond = {f"model.layers.{other.num_hidden_layers}.eh_proj.weight": torch.ones(2, 2)}
+    weights = HuggingFaceWeights(_saved(tmp_path / "o", load_file(tmp_path / "other" / WEIGHTS) | beyond))
+    with pytest.raises(InputError):
+        weights.check(other)
+
+
 def test_a_missing_expert_and_one_of_another_size_are_named(tmp_path: Path) -> None:
     arch = ARCHITECTURES["qwen3-moe-gqa2"]
     source = DictWeights(random_tensors(arch))

@@ -32,6 +32,10 @@ def test_small_sizes_are_traced_without_extrapolation() -> None:
     assert grid(PIPELINED, 10, 4).exact
     assert grid(PIPELINED, 80, 64, whole=True).points == [(80, 64)]
     assert grid(PIPELINED, 80, 6).points == [(8, 6), (10, 6)]
+    assert grid(PIPELINED, 80, 6, dense=3).points == [
+        (14, 6),
+        (16, 6),
+    ]  # stages of 7 layers, 3 of them others
 
 
 @pytest.mark.parametrize("schedule", ["interleaved-1f1b", "zero-bubble"])

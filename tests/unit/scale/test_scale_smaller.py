@@ -7,8 +7,9 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from presets import preset_job
 from seatrial.job.models import model_presets
-from seatrial.scale.smaller import smaller
+from seatrial.scale.smaller import smaller, smaller_changes
 
 QWEN = model_presets()["qwen2.5-72b"]
 
@@ -27,6 +28,16 @@ def test_a_quarter_of_a_model_with_experts() -> None:
     assert less.moe_intermediate_size == whole.moe_intermediate_size // 4
     assert (less.num_experts, less.num_experts_per_tok) == (128, 8)
     assert smaller(QWEN, 0.25, tensor=2, stages=4).moe_intermediate_size == 0
+
+
+def test_each_stage_keeps_a_layer_with_experts() -> None:
+    whole = model_presets()["glm-4.5"]
+    assert smaller(whole, 0.25, tensor=2, stages=4).first_k_dense_replace == 3
+    assert smaller(whole, 0.05, tensor=2, stages=4).first_k_dense_replace == 0
+    layout = ("parallel.pipeline=4", "parallel.shard=2", "train.compile=false")
+    job = preset_job("qwen2.5-7b-h200", "model.preset=glm-4.5", *layout)
+    changes = {change.key: (change.job, change.copy) for change in smaller_changes(job, 0.05)}
+    assert changes["model.first_k_dense_replace"] == (3, 0)
 
 
 @given(
