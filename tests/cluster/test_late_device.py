@@ -35,6 +35,14 @@ LAYOUTS = {
     ),
     "pipeline": (*TWO_NODES, "parallel.tensor=1", "parallel.pipeline=2"),
     "tensor": ("cluster.nodes=1", "parallel.pipeline=1", "parallel.tensor=2"),
+    # Biases that move by what both ranks sent to each expert.
+    "experts": (
+        *TWO_NODES,
+        *("parallel.tensor=1", "parallel.pipeline=1", "parallel.shard=2", "parallel.expert=2"),
+        *("model.family=glm4_moe", "model.num_experts=8", "model.num_experts_per_tok=2"),
+        *("model.moe_intermediate_size=16", "model.n_group=4", "model.topk_group=2"),
+        *("model.first_k_dense_replace=1", "train.precision=bf16"),
+    ),
 }
 JOB = (
     *LAYOUTS["shard"],
