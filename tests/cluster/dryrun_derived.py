@@ -74,6 +74,8 @@ def derived(job: Job, rank: int, device: str) -> Derived:
         both = B * train.sequence_length * 2 * arch.num_key_value_heads * arch.head_dim // n * width
         add("all-gather", "context", M * (layers + redone), both)
         add("reduce-scatter", "context", M * layers, both)
+        if arch.num_experts:  # for the balance loss
+            add("all-reduce", "context", M * last, 2 * arch.num_experts * 4, "float32")
 
     # Expert parallel: how many go where; hidden states and weights there, and hidden states back; gradients of these.
     e = layout.expert

@@ -234,6 +234,10 @@ def sabotage(model: ParallelModel, what: str | None) -> None:
         assert isinstance(balance, LoadBalancing)
         balance._factor *= model.mesh.layout.tensor
         model.take_expert_counts = lambda: torch.cat([stage.sent_LX for stage in model.stages])  # type: ignore[method-assign, misc]
+    elif what == "balance of own positions":
+        balance = model.stages[-1].balance
+        assert isinstance(balance, LoadBalancing)
+        balance._group, balance._rows = None, balance._rows // 2
     elif what == "positions left in the order of parts":
         overlap.Cut.in_order = lambda cut, x: x.reshape(cut.sequences, -1, x.shape[-1])  # type: ignore[method-assign]
     elif what == "a rank that ends before its second part":

@@ -100,8 +100,8 @@ LAYOUTS: dict[str, Case] = {
         "layers": 2,
     },
     "tp2-pp2-fsdp2-deepseek": {"layout": FULL, **DEEPSEEK, **SELECTIVE, "first_dense": 1},
-    "ep2-tp2-deepseek": {
-        "layout": {"tensor": 2, "shard": 2, "expert": 2},
+    "cp2-ep2-tp2-deepseek": {
+        "layout": {"tensor": 2, "shard": 2, "expert": 2, "context": 2},
         **DEEPSEEK,
         "all_experts": True,
         **LITTLE,

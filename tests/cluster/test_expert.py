@@ -38,6 +38,13 @@ EXPERT: dict[str, Case] = {
         "peer": "one-small",
     },
     "ep2-zero-bubble": {"layout": {**ZERO_BUBBLE, **EP2}, **KEPT},
+    "cp2-ep2-tp2-recompute": {"layout": {"tensor": 2, "context": 2, **EP2}, **RECOMPUTE},
+    "cp2-pp2": {"layout": {"pipeline": 2, "shard": 2, "context": 2}},
+    "cp2-ep2-fsdp2-documents": {
+        "layout": {"context": 2, **EP2_FSDP2},
+        "documents": True,
+        "peer": "one-documents",
+    },
     "ep2-documents": {"layout": EP2, "documents": True, "peer": "one-documents"},
     "ep2-one-sided": {"layout": EP2, "one_sided": True, "steps": 1, "peer": "one-one-sided"},
     "ep4-tied": {"layout": {"shard": 4, "expert": 4}, "tied": True, "peer": "one-tied"},
@@ -53,7 +60,16 @@ EXPERT: dict[str, Case] = {
 }
 # Each part of these is in another one too.
 _LONG = {
-    *("ep2-pp2", "ep2-tp2", "ep2-fsdp2", "ep2-replicate2", "ep2-recompute", "ep2-interleaved"),
+    *(
+        "cp2-pp2",
+        "cp2-ep2-fsdp2-documents",
+        "ep2-pp2",
+        "ep2-tp2",
+        "ep2-fsdp2",
+        "ep2-replicate2",
+        "ep2-recompute",
+        "ep2-interleaved",
+    ),
     *("ep2-tp2-pp2-async", "ep2-zero-bubble-fsdp2-recompute", "ep2-pp2-sharded"),
 }
 OTHERS: dict[str, Case] = {
@@ -64,6 +80,11 @@ OTHERS: dict[str, Case] = {
     "one-one-sided": {"one_sided": True, "steps": 1},
     "one-bf16": {"precision": "bf16"},
     "ep2-bf16": {"layout": {"tensor": 2, **EP2}, "precision": "bf16", "peer": "one-bf16"},
+    "sabotage-balance": {
+        "layout": {"shard": 2, "context": 2},
+        "sabotage": "balance of own positions",
+        "steps": 1,
+    },
     "sabotage-order": {"layout": EP2, "sabotage": "slots returned in the order of experts", "steps": 1},
     "sabotage-sum": {"layout": EP2_FSDP2, "sabotage": "gradients of experts not summed", "steps": 1},
 }
@@ -93,6 +114,13 @@ def test_experts_that_get_nothing(runs: dict[str, Ran]) -> None:
             assert not gradient.any(), name
     for _, smallest, idle in runs["ep2-one-sided"].ranks[0]["load"]:
         assert (smallest, idle) == (0.0, 4 * 4)  # half of the experts of each layer
+
+
+def test_a_balance_of_some_positions_is_seen(runs: dict[str, Ran]) -> None:
+    found = compare(runs, "sabotage-balance")
+    assert found.loss < LOSS_ABSOLUTE
+    assert found.worst > 100 * GRADIENT_OF_LARGEST
+    assert "mlp.gate" in found.whose
 
 
 @pytest.mark.parametrize(("name", "loss_differs"), [("sabotage-order", True), ("sabotage-sum", False)])

@@ -122,6 +122,14 @@ LAYOUTS = {
         "train.global_batch=16",
         "train.activation_checkpointing=none",
     ),
+    "experts, divided, context": (
+        "model.preset=qwen3-30b-a3b",
+        "model.num_hidden_layers=4",
+        "parallel.expert=4",
+        "parallel.context=2",
+        "train.global_batch=16",
+        "train.activation_checkpointing=full",
+    ),
     "shared experts, tensor, pipeline": (
         *GLM,
         "model.first_k_dense_replace=1",

@@ -35,6 +35,7 @@ CASES: dict[str, Case] = {
     "ep2-pp2-replicate2": {"layout": {"pipeline": 2, "replicate": 2, "shard": 2, "expert": 2}},
     "tp2-pp2-fsdp2-dense-first": {"layout": FULL, **RECOMPUTE, **DENSE_FIRST},
     "ep2-dense-first": {"layout": {"shard": 2, "expert": 2}, **SELECTIVE, **DENSE_FIRST},
+    "cp2-tp2": {"layout": {"tensor": 2, "shard": 2, "context": 2}},
     "tp2": {"layout": {"tensor": 2}},
     "tp2-async": {"layout": {"tensor": 2}, "async_tensor": True},
     "pp2-interleaved": {"layout": INTERLEAVED},
@@ -42,7 +43,7 @@ CASES: dict[str, Case] = {
     "replicate2-fsdp2": {"layout": {"replicate": 2, "shard": 2}},
 }
 # Each part of these is in another one too.
-_LONG = {"tp2", "tp2-async", "pp2-interleaved", "pp2-offload", "replicate2-fsdp2"}
+_LONG = {"cp2-tp2", "tp2", "tp2-async", "pp2-interleaved", "pp2-offload", "replicate2-fsdp2"}
 OTHERS: dict[str, Case] = {
     "one": {},
     "one-dense-first": {"first_dense": 1},

@@ -351,16 +351,6 @@ def _experts_sharded(facts: Facts) -> Iterator[RuleViolation]:
         )
 
 
-def _experts_context(facts: Facts) -> Iterator[RuleViolation]:
-    if facts.architecture.num_experts and _parallel(facts).context > 1:
-        yield RuleViolation(
-            ("parallel.context",),
-            f"context {_parallel(facts).context} with experts is not supported in this version: the load-balancing loss is of "
-            "whole microbatches, of which each rank would see a part",
-            "remove `context`; tensor also splits the positions between the matrix products",
-        )
-
-
 def _experts_compiled(facts: Facts) -> Iterator[RuleViolation]:
     if facts.architecture.num_experts and facts.job.train.compile:
         yield RuleViolation(
@@ -439,7 +429,6 @@ LAYOUT_RULES: tuple[Callable[[Facts], Iterator[RuleViolation]], ...] = (
     _expert,
     _experts_width,
     _experts_sharded,
-    _experts_context,
     _experts_compiled,
     _fp8,
     _fp8_widths,

@@ -199,7 +199,7 @@ class ParallelModel:
         if not isinstance(balance, LoadBalancing):
             return 0.0
         total, balance.total = balance.total, 0.0
-        return total if self.mesh.at.tensor == 0 else 0.0
+        return total if self.mesh.at.tensor == 0 and self.mesh.context_rank == 0 else 0.0
 
     def take_expert_counts(self) -> Tensor | None:
         """Positions that this rank has sent to each expert of each layer since the last call, fp64 [L, X]; None: no experts.
@@ -361,6 +361,7 @@ def build_stage(
                 rows=rows * arch.sparse_layers,
                 share=rows / settings.global_tokens,
                 ranks=layout.tensor,
+                group=mesh.context,
             )
     if mesh.tensor is not None:
         apply_tensor_parallel(

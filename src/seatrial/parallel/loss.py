@@ -56,20 +56,40 @@ class LoadBalancing:
     microbatches of the global batch, times the coefficient; the loss that a stage returns stays the cross-entropy.
     """
 
-    def __init__(self, coefficient: float, *, rows: int, share: float, ranks: int) -> None:
+    def __init__(
+        self, coefficient: float, *, rows: int, share: float, ranks: int, group: ProcessGroup | None = None
+    ) -> None:
         """`rows`: positions of a microbatch times layers; `share`: of the microbatch in the global batch.
 
-        All `ranks` of a tensor group compute it, and their gradients are added.
+        All `ranks` of a tensor group compute it, and their gradients are added. The ranks of `group` have parts of the
+        positions (context parallel).
         """
         self._factor, self._rows, self._share = coefficient * share / ranks, rows, share
+        self._group = group
         # This rank's share, of the microbatches so far, of the mean over the global batch.
         self.total: Tensor | float = 0.0
 
     def __call__(self, x_BTD: Tensor, routed_2X: Tensor) -> Tensor:
+        if self._group is not None:
+            routed_2X = _OfAllPositions.apply(routed_2X, self._group)
         count_X, probability_X = routed_2X / self._rows
         loss = len(count_X) * (count_X * probability_X).sum()
         self.total = self.total + loss.detach().double() * self._share
         return _WithGradientOf.apply(x_BTD, loss * self._factor)
+
+
+class _OfAllPositions(torch.autograd.Function):
+    """The sum over the group. Its gradient stays in each rank, for its own positions: all compute the same loss."""
+
+    @staticmethod
+    def forward(ctx: Any, routed_2X: Tensor, group: ProcessGroup) -> Tensor:
+        whole_2X = routed_2X.clone()
+        dist.all_reduce(whole_2X, group=group)
+        return whole_2X
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
 
 
 class _WithGradientOf(torch.autograd.Function):

@@ -421,7 +421,6 @@ def test_fp8_is_multiplied_where_the_gpu_can() -> None:
         (("model.moe_intermediate_size=40",), "--set model.moe_intermediate_size=40", "moe_intermediate_size 40 is not divisible by 8 x tensor 2", "model.moe_intermediate_size=48"),
         (("model.num_experts=3",), "parallel.shard", "num_experts 3 is not divisible by shard 2: each rank's shard of a layer is whole experts", None),
         (("model.lora={rank=4, alpha=8}",), "--set model.lora={rank=4, alpha=8}", "[model.lora] with experts is not supported", None),
-        (("parallel.context=2", "parallel.pipeline=1"), "--set parallel.context=2", "context 2 with experts is not supported", "parallel.context=1"),
         (("parallel.expert=4",), "--set parallel.expert=4", "expert 4 does not divide shard 2", "parallel.expert=2"),
         (("train.compile=true",), "--set train.compile=true", "compile = true with experts is not supported", "train.compile=false"),
     ],
