@@ -194,7 +194,8 @@ def held(job: Job, rank: int) -> int:
 
 def held_biases(job: Job, rank: int) -> int:
     """Elements of its routers' biases, which have no gradient."""
-    return _layers(job, rank)[0] * job.architecture.router_biases
+    arch = job.architecture
+    return _layers(job, rank)[0] * (arch.num_experts if arch.sigmoid_router else 0)
 
 
 def _layers(job: Job, rank: int) -> tuple[int, int]:

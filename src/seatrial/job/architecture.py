@@ -75,7 +75,7 @@ class Architecture:
     first_k_dense_replace: int = 0
     n_shared_experts: int = 0  # further experts to which every token is sent: one MLP of their width together
     # DeepSeek-V3's routing (arXiv:2412.19437, section 2.1.2): a score is a sigmoid, and experts are chosen by score + a bias
-    # that has no gradient (`router_biases`).
+    # that has no gradient and is not counted as a parameter (`train/router_bias.py`).
     sigmoid_router: bool = False
     n_group: int = 1  # the experts of a token are chosen from the best `topk_group` of so many groups of them
     topk_group: int = 1
@@ -128,11 +128,6 @@ class Architecture:
     def router_parameters(self) -> int:
         """Parameters of one layer's router."""
         return self.hidden_size * self.num_experts
-
-    @property
-    def router_biases(self) -> int:
-        """Numbers of one layer that choose experts and are no parameters: they have no gradient (`train/router_bias.py`)."""
-        return self.num_experts if self.sigmoid_router else 0
 
     @property
     def expert_parameters(self) -> int:

@@ -130,7 +130,7 @@ def test_parameter_counts(arch: Architecture, oracle: Oracle) -> None:
     biases = {name: shape for name, shape in expected.items() if is_router_bias(name)}
     assert {name: tuple(b.shape) for name, b in theirs.named_buffers() if is_router_bias(name)} == biases
     assert {name: tuple(p.shape) for name, p in theirs.named_parameters()} | biases == expected
-    assert sum(map(math.prod, biases.values())) == arch.sparse_layers * arch.router_biases
+    assert sum(map(math.prod, biases.values())) == arch.sparse_layers * arch.num_experts * arch.sigmoid_router
     shapes = {name: shape for name, shape in shapes.items() if name not in biases}
     assert sum(math.prod(shape) for shape in shapes.values()) == arch.parameters() == theirs.num_parameters()
     used = {
