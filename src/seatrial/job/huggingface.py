@@ -157,7 +157,7 @@ _ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_
 def _malformed(config: dict[str, Any]) -> list[str]:
     """Values that are not even of the right kind."""
     found = [
-        f"{key} must be a positive integer, not {json.dumps(config[key])}"
+        f"{key} must be {'0 or a positive integer,' if key in _MAY_BE_0 else 'a positive integer,'} not {json.dumps(config[key])}"
         for key in _INTEGERS
         if config.get(key) is not None
         and (type(config[key]) is not int or config[key] < (key not in _MAY_BE_0))

@@ -262,7 +262,7 @@ def test_deepseeks_routing() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"first_k_dense_replace": -1}, "first_k_dense_replace must be a positive integer, not -1"),
+        ({"first_k_dense_replace": -1}, "first_k_dense_replace must be 0 or a positive integer, not -1"),
         ({"n_group": 0}, "n_group must be a positive integer, not 0"),
         ({"routed_scaling_factor": "2"}, 'routed_scaling_factor must be a positive number, not "2"'),
     ],
