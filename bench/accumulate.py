@@ -60,8 +60,6 @@ def build(mesh: Mesh, options: argparse.Namespace, how: Accumulate) -> tuple[Par
     settings = Settings(
         sequence_length=options.sequence,
         microbatch=1,
-        microbatches=options.microbatches,
-        global_tokens=options.microbatches * mesh.layout.data_parallel * options.sequence,
         reshard_after_forward=mesh.layout.pipeline == 1,
         accumulate=how,
     )

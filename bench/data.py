@@ -33,6 +33,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from seatrial.base import units
+from seatrial.base.batches import BatchSizes
 from seatrial.data.loader import BatchLoader
 from seatrial.data.store import TokenStore
 from seatrial.data.tokenizer import ByteTokenizer
@@ -58,7 +59,12 @@ class Peer(Protocol):
 
 class Ours:
     def __init__(self, store: TokenStore, sequence: int, batch: int, *, ahead: int) -> None:
-        self._sizes = {"sequence_length": sequence, "global_batch": batch, "seed": SEED, "vocab_size": 257}
+        self._sizes = {
+            "sequence_length": sequence,
+            "batches": BatchSizes.of(batch),
+            "seed": SEED,
+            "vocab_size": 257,
+        }
         self._batch, self._ahead = batch, ahead
         self._loader = BatchLoader(store, **self._sizes, ahead=ahead)
         self._step = 0
@@ -248,7 +254,7 @@ def large_store(folder: Path, n_tokens: int, sequence: int) -> dict[str, float]:
         loader = BatchLoader(
             TokenStore.open(folder, check_sizes=False),
             sequence_length=sequence,
-            global_batch=1024,
+            batches=BatchSizes.of(1024),
             seed=SEED,
             vocab_size=257,
             ahead=0,

@@ -109,7 +109,7 @@ def main() -> int:
         loader = BatchLoader(
             store,
             sequence_length=job.train.sequence_length,
-            global_batch=job.train.global_batch,
+            batches=job.train.batches,
             seed=job.train.seed,
             vocab_size=job.architecture.vocab_size,
         )

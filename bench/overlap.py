@@ -178,8 +178,6 @@ def build(mesh: Mesh, options: argparse.Namespace, asynchronous: bool) -> tuple[
     settings = Settings(
         sequence_length=options.sequence,
         microbatch=options.microbatch,
-        microbatches=1,
-        global_tokens=options.microbatch * options.sequence,
         async_tensor=asynchronous,
     )
     model = ParallelModel(arch, mesh, settings, RandomWeights(arch, seed=1))

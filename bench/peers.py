@@ -34,6 +34,7 @@ import torch
 
 from peers_rank import PEERS, SHIM
 from seatrial.base import process
+from seatrial.base.batches import BatchSizes
 from seatrial.base.units import GIB
 from seatrial.data.loader import BatchLoader
 from seatrial.data.prepare import data_cache, resolve_stores
@@ -96,7 +97,7 @@ class Bench:
         loader = BatchLoader(
             resolve_stores(job.data, self.cache, folder),
             sequence_length=options.sequence,
-            global_batch=options.batch,
+            batches=BatchSizes.of(options.batch),
             seed=job.train.seed,
             vocab_size=self.arch.vocab_size,
             ahead=0,

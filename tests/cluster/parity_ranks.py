@@ -136,15 +136,15 @@ def batch(step: int) -> Tensor:
     return (start + stride * torch.arange(LENGTH + 1)) % ARCH.vocab_size
 
 
-def own_rows(mesh: Mesh) -> slice:
-    """Of a batch, those of this rank."""
-    share = SEQUENCES // mesh.layout.data_parallel
+def own_rows(mesh: Mesh, size: int = SEQUENCES) -> slice:
+    """Of the first `size` rows of a batch, those of this rank."""
+    share = size // mesh.layout.data_parallel
     return slice(mesh.data_rank * share, (mesh.data_rank + 1) * share)
 
 
-def own_batch(step: int, mesh: Mesh) -> tuple[Tensor, Tensor]:
+def own_batch(step: int, mesh: Mesh, size: int = SEQUENCES) -> tuple[Tensor, Tensor]:
     """[b, T] tokens and targets of this rank."""
-    rows = batch(step)[own_rows(mesh)]
+    rows = batch(step)[own_rows(mesh, size)]
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
@@ -166,12 +166,9 @@ def counted(step: int, case: dict[str, Any]) -> Tensor:
 
 
 def build(case: dict[str, Any], mesh: Mesh, source: Any) -> ParallelModel:
-    share = SEQUENCES // mesh.layout.data_parallel
     settings = Settings(
         sequence_length=LENGTH,
         microbatch=case.get("microbatch", MICROBATCH),
-        microbatches=share // case.get("microbatch", MICROBATCH),
-        global_tokens=SEQUENCES * LENGTH,
         masked=case.get("masked", False),
         precision=case.get("precision", "fp32"),
         fp8_scaling=case.get("fp8_scaling", "rowwise"),
@@ -308,7 +305,10 @@ class OwnPart:
 
 
 def train(case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
-    """Loss and gradient norm of each step, this rank's gradients of the first one, and its weights at the end."""
+    """Loss and gradient norm of each step, this rank's gradients of the first one, and its weights at the end.
+
+    With `ramp`, the sequences of each step, the gradients are those of the last one.
+    """
     weights_of = OneSided if case.get("one_sided") else NoisyWeights
     model = build(case, mesh, weights_of(arch_of(case), seed=1))
     settings = OptimizerSection(**{"lr": LR, **case.get("optimizer", {})})
@@ -320,13 +320,15 @@ def train(case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     update = optimizer.update
 
     def keep_gradients(lr: float, scale: Tensor | None) -> None:
+        gradients.clear()
         for s in model.shards:
             if not s.trained:
                 assert s.grad is None, f"{s.name} is frozen and has a gradient"
                 continue
             assert s.grad is not None, f"{s.name} has no gradient"
             gradients.append((s.name, s.box.offsets, s.grad.clone()))
-        optimizer.update = update  # type: ignore[method-assign]
+        if "ramp" not in case:
+            optimizer.update = update  # type: ignore[method-assign]
         update(lr, scale)
 
     optimizer.update = keep_gradients  # type: ignore[method-assign]
@@ -342,9 +344,10 @@ def train(case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
 
     model.take_expert_counts = keep_counts  # type: ignore[method-assign]
     order: list[str] = []
-    mine = own_rows(mesh)
     for step in range(case["steps"]):
-        ids, target = own_batch(step, mesh)
+        size = case["ramp"][step] if "ramp" in case else SEQUENCES
+        mine = own_rows(mesh, size)
+        ids, target = own_batch(step, mesh, size)
         if case.get("masked"):
             target.masked_fill_(~counted(step, case)[mine], NO_TARGET)
         last = step == case["steps"] - 1

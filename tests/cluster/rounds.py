@@ -263,7 +263,7 @@ def _compare(run: DrillRun, job: Job, reference: Reference) -> str:
         return f"left behind: {run.left}"
     events, problems = read_events(run.folder)
     ledger, wrong = read_ledger(run.folder)
-    gaps = [*map(str, problems), *map(str, wrong), *ledger_gaps(ledger, job.train.global_batch)]
+    gaps = [*map(str, problems), *map(str, wrong), *ledger_gaps(ledger, job.train.batches)]
     if gaps or max((r.step for r in ledger), default=0) != STEPS:
         return f"ledger: {gaps or 'it ends early'}"
     difference = weights.compare(run.folder.checkpoints / f"step-{STEPS:08d}", reference.checkpoint(STEPS))

@@ -142,6 +142,22 @@ def test_killed_rank_of_an_expert_group_resumes_bit_for_bit(
     assert_same(trial, undisturbed(tmp_path / "undisturbed", *settings))
 
 
+@pytest.mark.ci
+def test_killed_rank_goes_back_into_a_batch_ramp_bit_for_bit(begin: Begin, tmp_path: Path) -> None:
+    ramp = "train.batch_ramp=[{steps=3, global_batch=4}, {steps=4, global_batch=8}]"
+    settings = (ramp, "train.global_batch=16", "train.steps=10")
+    trial = begin(*settings)
+    trial.until_step(8)
+    trial.kill_rank(1)
+    code, err = trial.end()
+    assert code == 0, err
+    assert recovered(trial)[0] == "memory"
+    assert_same(trial, undisturbed(tmp_path / "undisturbed", *settings))
+    assert trial.samples()[2:9:2] == [(8, 12), (20, 28), (36, 44), (60, 76)]
+    tokens = {m["step"]: m["tokens"] for m in lines(trial.run / "metrics.jsonl")}
+    assert tokens == {step: 32 * end for step, (_, end) in enumerate(trial.samples(), 1)}
+
+
 # -- during a validation
 
 VALIDATION = ("data.validation=other.py", "train.validate_every_steps=8", "train.validate_samples=160")

@@ -16,6 +16,7 @@ import torch
 
 from conftest import ONE_NODE, Run, records
 from moto_server import Disturbance, Line, MotoServer
+from seatrial.base.batches import BatchSizes
 from seatrial.base.errors import InputError
 from seatrial.data.chunks import CHUNK_BYTES
 from seatrial.data.loader import BatchLoader
@@ -57,7 +58,7 @@ def url(s3_url: str, local: TokenStore) -> str:
 
 
 def loader(store: TokenStore, **changes: object) -> BatchLoader:
-    sizes = {"sequence_length": 1000, "global_batch": 32, "seed": 3, "vocab_size": 1 << 22}
+    sizes = {"sequence_length": 1000, "batches": BatchSizes.of(32), "seed": 3, "vocab_size": 1 << 22}
     return BatchLoader(store, **(sizes | changes))  # type: ignore[arg-type]
 
 

@@ -14,6 +14,7 @@ import parity_ranks
 import torch
 from parity_ranks import LENGTH, SEQUENCES, NoisyWeights
 
+from seatrial.base.batches import BatchSizes
 from seatrial.data.loader import BatchLoader
 from seatrial.data.store import TokenStore
 from seatrial.parallel.mesh import Mesh
@@ -31,7 +32,7 @@ def loader(folder: str, case: dict[str, Any], **more: Any) -> BatchLoader:
     return BatchLoader(
         TokenStore.open(folder),
         sequence_length=LENGTH,
-        global_batch=SEQUENCES,
+        batches=BatchSizes.of(SEQUENCES),
         vocab_size=parity_ranks.ARCH.vocab_size,
         attend_across_documents=not case.get("documents"),
         **more,

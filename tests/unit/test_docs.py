@@ -19,7 +19,7 @@ from seatrial.cli import check
 from seatrial.cli.main import VERBS
 from seatrial.data import sources
 from seatrial.data.packed import PACKINGS
-from seatrial.job.schema import GroupSection, JobFile, LoraSection, NameIn, RopeScalingSection
+from seatrial.job.schema import GroupSection, JobFile, LoraSection, NameIn, RampSection, RopeScalingSection
 from seatrial.job.validate import SECTIONS
 from seatrial.record.events import Event
 from seatrial.record.ledger import LedgerRecord
@@ -60,6 +60,7 @@ SCHEMA: dict[str, dict[str, FieldInfo]] = {
     "[model.rope_scaling]": RopeScalingSection.model_fields,
     "[model.lora]": LoraSection.model_fields,
     "[[optimizer.groups]]": GroupSection.model_fields,
+    "[[train.batch_ramp]]": RampSection.model_fields,
 }
 
 

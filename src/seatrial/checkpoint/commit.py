@@ -129,7 +129,7 @@ def code_version() -> str:
 
 def progress_after(job: Job, step: int, generation: int) -> Progress:
     """The run's progress after `step` steps: each consumes one global batch, whatever the layout."""
-    samples = step * job.train.global_batch
+    samples = job.train.batches.total(step)
     return Progress(step, samples * job.train.sequence_length, samples, generation)
 
 

@@ -100,7 +100,8 @@ def _disagreements(audited: Audit, found: list[CheckpointReport]) -> list[str]:
             continue
         p = item.progress
         reasons = [audited.proof.disagreement(p.step, p.next_sample, p.generation)]
-        tokens = (audited.job.global_batch or 0) * (audited.job.sequence_length or 0) * p.step
+        batches, length = audited.job.batches, audited.job.sequence_length
+        tokens = 0 if batches is None or length is None else batches.total(p.step) * length
         if tokens and p.tokens != tokens:
             reasons.append(f"it records {p.tokens} tokens, but {p.step} steps of the job are {tokens}")
         entries += [f"{item.where}: {reason}" for reason in reasons if reason is not None]
@@ -153,7 +154,7 @@ def _ledger_json(audited: Audit) -> dict[str, Any]:
         "verdict": proof.verdict,
         "steps": proof.steps,
         "samples": proof.trained_samples,
-        "global_batch": proof.global_batch,
+        "global_batch": None if proof.batches is None else proof.batches.largest,
         "skipped_steps": proof.skipped,
         "steps_done_again": proof.redone,
         "generations": [
@@ -181,7 +182,7 @@ def _print_ledger(out: Out, audited: Audit) -> None:
     if proof.redone:
         out.pair("redone", f"{proof.redone:,} steps after failures; the last attempt of each counts")
     if proof.skipped:
-        out.pairs([left_out_pair(proof.skipped, proof.global_batch)])
+        out.pairs([left_out_pair(proof.skipped, proof.batches)])
     if audited.live:
         out.pair("note", "the run is active: this is its state when it was read")
     violations = [str(v) for v in proof.violations[:_SHOWN]]

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from seatrial.base.batches import BatchSizes
 from seatrial.base.errors import Diagnostic, InputError
 from seatrial.data.blend import Blend, source_seed
 from seatrial.data.documents import numbered
@@ -44,10 +45,10 @@ class Batch(NamedTuple):
 
 
 class BatchLoader:
-    """Batches of `global_batch` sequences in an order that depends on `seed` alone, never on the world size.
+    """Batches of sequences in an order that depends on `seed` alone, never on the world size.
 
     Sample i of a store is the tokens [i T, i T + T + 1): neighbours share one token, which one of them
-    predicts and the other reads. Steps count from 1; step N is positions [(N-1) global_batch, N global_batch)
+    predicts and the other reads. Steps count from 1; each has the next positions, as many as `batches` says,
     of the endless sequence of samples, which passes from one epoch to the next in the middle of a batch.
     With several stores a `Blend` decides the source of each position; each has its own order and its own epochs.
     `masked`: some targets may be `NO_TARGET`.
@@ -62,7 +63,7 @@ class BatchLoader:
         stores: TokenStore | Sequence[TokenStore],
         *,
         sequence_length: int,
-        global_batch: int,
+        batches: BatchSizes,
         seed: int,
         vocab_size: int,
         blend: Blend | None = None,
@@ -82,7 +83,7 @@ class BatchLoader:
         if not self.stores or (blend.n_sources if blend is not None else 1) != len(self.stores):
             raise ValueError(f"{len(self.stores)} stores with {blend}")
         self.sequence_length = sequence_length
-        self.global_batch = global_batch
+        self.batches = batches
         self.seed = seed
         self.vocab_size = vocab_size
         self.attend_across_documents = attend_across_documents
@@ -118,7 +119,7 @@ class BatchLoader:
         """(first, end) positions of step's global batch."""
         if step < 1:
             raise ValueError(f"steps count from 1, not {step}")
-        return (step - 1) * self.global_batch, step * self.global_batch
+        return self.batches.samples(step)
 
     def batch(self, step: int, first: int, count: int) -> Batch:
         """Rows [first, first + count) of step's global batch. Reads only those rows, then prefetches the next steps'.
@@ -127,7 +128,7 @@ class BatchLoader:
         """
         begin, end = self.samples(step)
         if first < 0 or count < 1 or begin + first + count > end:
-            raise ValueError(f"rows [{first}, {first + count}) are outside a batch of {self.global_batch}")
+            raise ValueError(f"rows [{first}, {first + count}) are outside a batch of {end - begin}")
         ready = self._coming.pop((step, first, count), None)
         try:
             return self._read(step, first, count) if ready is None else ready.result()
@@ -145,7 +146,11 @@ class BatchLoader:
         if not self._ahead:
             return
         end = step + self._ahead if self._last_step is None else min(step + self._ahead, self._last_step)
-        wanted = [(s, first, count) for s in range(step + 1, end + 1)]
+        wanted = []
+        for later in range(step + 1, end + 1):
+            # The same part of its batch, which may be larger.
+            size, larger = self.batches.size(step), self.batches.size(later)
+            wanted.append((later, first * larger // size, count * larger // size))
         for key in [key for key in self._coming if key not in wanted]:
             self._coming.pop(key).cancel()
         if self._reader is None:

@@ -188,7 +188,7 @@ class Drill:
             evidence = self._with_replay(evidence, scenario, copy.job, run, plan.steps)
         criteria = Criteria(
             steps=plan.steps,
-            global_batch=copy.job.train.global_batch,
+            batches=copy.job.train.batches,
             snapshot_every=_copied_every(copy.job, node_lost=bool(scenario.expect.replaced)),
             checkpoint_every=plan.cadence.checkpoint,
             reference=reference.losses,

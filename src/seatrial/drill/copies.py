@@ -118,6 +118,7 @@ def _changed_keys(
         "cluster.port": (None, "leaves the live run's port free"),
         "cluster.spares": (spares, "what this scenario needs" if spares else "this scenario has none"),
         "train.steps": (plan.steps, "short"),
+        "train.batch_ramp": ([], "every step is as long as after the ramp"),
         "train.sample_tokens": (0, "no sample text at the end"),
         "optimizer.warmup_steps": (
             min(job.optimizer.warmup_steps, cadence.steps),

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from seatrial.base.batches import BatchSizes
 from seatrial.base.errors import RunFailed
 from seatrial.drill.injection import Injection
 from seatrial.drill.weights import Difference
@@ -89,7 +90,7 @@ class Criteria:
     """What a run is judged against."""
 
     steps: int
-    global_batch: int
+    batches: BatchSizes
     snapshot_every: int
     checkpoint_every: int
     reference: Losses = field(default_factory=dict)

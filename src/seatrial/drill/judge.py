@@ -284,13 +284,13 @@ def _redone(expected: Expectation, evidence: Evidence, criteria: Criteria) -> Ch
 
 
 def _ledger(evidence: Evidence, criteria: Criteria) -> Check:
-    gaps = list(evidence.problems) + ledger_gaps(evidence.ledger, criteria.global_batch)
+    gaps = list(evidence.problems) + ledger_gaps(evidence.ledger, criteria.batches)
     last = max((r.step for r in evidence.ledger), default=0)
     if last != criteria.steps:
         gaps.append(f"it ends with step {last}, not {criteria.steps}")
     if gaps:
         return Check("ledger", False, "; ".join(gaps[:3]))
-    return Check("ledger", True, f"{criteria.steps * criteria.global_batch} samples, each once and in order")
+    return Check("ledger", True, f"{criteria.batches.total(criteria.steps)} samples, each once and in order")
 
 
 def _losses(

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from seatrial.job.job import Job
 from seatrial.job.loading import job_from_text
 from seatrial.job.schema import JobFile
@@ -42,7 +44,12 @@ def changed_job(job: Job, wanted: Mapping[str, tuple[Any, str]]) -> Copy:
             old = job.layout.sample_shards  # the job file may leave it open
         if old == value:
             continue
-        changes.append(Change(key, old, value, why))
+        was = (
+            [each.model_dump() if isinstance(each, BaseModel) else each for each in old]
+            if isinstance(old, list)
+            else old
+        )
+        changes.append(Change(key, was, value, why))
         if section:
             sections.setdefault(section, {})[name] = value
         else:

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import BaseModel
@@ -119,8 +119,13 @@ class Job:
 
     @property
     def microbatches(self) -> int:
-        """Microbatches a step on each data-parallel rank."""
+        """Microbatches a step on each data-parallel rank, after a batch ramp."""
         return self.train.global_batch // self.layout.data_parallel // self.train.microbatch
+
+    def without_ramp(self) -> Job:
+        """The same job with `global_batch` sequences in every step."""
+        train = self.train.model_copy(update={"batch_ramp": []})
+        return replace(self, file=self.file.model_copy(update={"train": train}))
 
     @property
     def collective_timeout_s(self) -> int:
@@ -147,6 +152,10 @@ class Job:
             identity["data.attend_across_documents"] = False
         if self.data.loss != "answers":
             identity["data.loss"] = self.data.loss
+        if train.batch_ramp:
+            identity["train.batch_ramp"] = ", ".join(
+                f"{p.steps} x {p.global_batch}" for p in train.batch_ramp
+            )
         return identity
 
     def to_toml(self) -> str:

@@ -388,6 +388,28 @@ def _lora_weights(facts: Facts) -> Iterator[RuleViolation]:
         )
 
 
+def _batch_ramp(facts: Facts) -> Iterator[RuleViolation]:
+    train = facts.job.train
+    before = 0
+    for number, phase in enumerate(train.batch_ramp):
+        size = phase.global_batch
+        if not before < size < train.global_batch:
+            than = f"more than the {before:,} before it, and " if before else ""
+            yield RuleViolation(
+                (f"train.batch_ramp.{number}.global_batch",),
+                f"a batch of {size:,} in a ramp to global_batch {train.global_batch:,}: it must be {than}less than global_batch",
+                "the batch grows from phase to phase; global_batch itself follows the last one",
+            )
+        before = max(before, size)
+    ramp = sum(phase.steps for phase in train.batch_ramp)
+    if ramp >= train.steps:
+        yield RuleViolation(
+            ("train.batch_ramp.0.steps", "train.batch_ramp", "train.steps"),
+            f"batch_ramp has {ramp:,} steps, the job {train.steps:,}: global_batch would never be reached",
+            "use fewer steps in its phases, or more in train.steps; train.batch_ramp=[] leaves the ramp out",
+        )
+
+
 def _warmup(facts: Facts) -> Iterator[RuleViolation]:
     warmup, steps = facts.job.optimizer.warmup_steps, facts.job.train.steps
     if warmup > steps:
@@ -633,6 +655,7 @@ RULES: tuple[Rule, ...] = (
     _rope_scaling,
     _update_size,
     _groups,
+    _batch_ramp,
     _muon,
     _clip,
     _moments,

@@ -264,12 +264,18 @@ def _split_backward_accumulate(facts: Facts) -> Iterator[RuleViolation]:
 
 
 def _batch(facts: Facts) -> Iterator[RuleViolation]:
-    train, layout = facts.job.train, facts.layout
-    batch, micro, replicas = train.global_batch, train.microbatch, layout.data_parallel
+    yield from _divided(facts, facts.job.train.global_batch, "train.global_batch")
+    for number, phase in enumerate(facts.job.train.batch_ramp):
+        yield from _divided(facts, phase.global_batch, f"train.batch_ramp.{number}.global_batch")
+
+
+def _divided(facts: Facts, batch: int, key: str) -> Iterator[RuleViolation]:
+    layout, micro = facts.layout, facts.job.train.microbatch
+    replicas = layout.data_parallel
     unit = replicas * micro
     if batch % unit:
         yield RuleViolation(
-            ("train.global_batch",),
+            (key,),
             f"global_batch {batch} is not divisible by data-parallel size {replicas} x microbatch {micro} = {unit}",
             f"use global_batch = {either(near_multiples(batch, unit))}",
         )
@@ -280,14 +286,14 @@ def _batch(facts: Facts) -> Iterator[RuleViolation]:
     count = f"global_batch {batch} / data-parallel size {replicas} / microbatch {micro} = {microbatches} microbatches"
     if microbatches < pipeline:
         yield RuleViolation(
-            ("train.global_batch", "parallel.pipeline"),
+            (key, "parallel.pipeline"),
             f"{count}, fewer than the {pipeline} pipeline ranks: some ranks would always be idle",
             f"use global_batch = {unit * pipeline}" + _smaller_microbatch(batch, replicas, pipeline),
         )
     elif schedule_named(layout.schedule).several_stages and microbatches % pipeline:
         fits = near_multiples(microbatches, pipeline)
         yield RuleViolation(
-            ("train.global_batch", "parallel.pipeline"),
+            (key, "parallel.pipeline"),
             f'{count}, but schedule "{layout.schedule}" needs a multiple of pipeline {pipeline}',
             f"use global_batch = {either(unit * m for m in fits)}",
         )

@@ -20,6 +20,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from seatrial.base.batches import BatchSizes
 from seatrial.base.errors import InputError
 from seatrial.base.registry import Registry
 from seatrial.hardware.catalogue import Precision, find_gpu
@@ -345,12 +346,23 @@ class ParallelSection(Section):
         return self.pipeline == 1 if self.reshard_after_forward is None else self.reshard_after_forward
 
 
+class RampSection(Section):
+    """A phase of `train.batch_ramp`."""
+
+    steps: Count = Field(description="steps of this phase")
+    global_batch: Count = Field(description="sequences a step in it")
+
+
 class TrainSection(Section):
     """How many steps over how many tokens, in which precision."""
 
     steps: Count = Field(description="optimizer steps of the whole run")
     sequence_length: Count = Field(description="tokens a sequence")
     global_batch: Count = Field(description="sequences a step, whatever the layout")
+    batch_ramp: list[RampSection] = Field(
+        default=[],
+        description="phases with a smaller batch at the beginning of training, one after the other; global_batch follows them",
+    )
     microbatch: Count = Field(default=1, description="sequences a rank works on at once")
     precision: Precision = Field(
         default="bf16",
@@ -423,6 +435,18 @@ class TrainSection(Section):
     profile_steps: Annotated[int, Field(ge=1, le=20)] = Field(
         default=2, description="steps in a trace; in each generation one is recorded if it runs these steps"
     )
+
+    @property
+    def batches(self) -> BatchSizes:
+        """The global batch of each step."""
+        return BatchSizes.of(
+            self.global_batch, ((phase.steps, phase.global_batch) for phase in self.batch_ramp)
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Of all steps."""
+        return self.batches.total(self.steps) * self.sequence_length
 
     def validation_samples(self, available: int) -> int:
         """How many of the `available` validation samples are measured."""

@@ -227,6 +227,8 @@ _EXAMPLES = {
     "train.steps": "1000",
     "train.sequence_length": "4096",
     "train.global_batch": "256",
+    "train.batch_ramp.steps": "1000",
+    "train.batch_ramp.global_batch": "64",
     "optimizer.lr": "3e-4",
     "checkpoint.every_steps": "500",
     "optimizer.groups.match": '"*norm.weight"',
@@ -240,7 +242,11 @@ def _words(name: str, kind: str, error: ErrorDetails) -> tuple[str, str | None]:
     if huge := _huge(value):
         return f"{name}: {huge}", "TOML integers have 64 bits"
     if kind in _EXPECTED:
-        hint = f"write [[{name}]] above each" if name == "optimizer.groups" else _type_hint(kind, value)
+        hint = (
+            f"write [[{name}]] above each"
+            if name in ("optimizer.groups", "train.batch_ramp")
+            else _type_hint(kind, value)
+        )
         return f"{name}: expected {_EXPECTED[kind]}, found {_describe(value)}", hint
     if kind == "literal_error":
         options = [o.strip().strip("'") for o in context["expected"].replace(" or ", ", ").split(", ")]

@@ -44,8 +44,6 @@ class Settings:
 
     sequence_length: int
     microbatch: int  # sequences
-    microbatches: int  # per step and rank
-    global_tokens: int  # per step, over all ranks: the loss is their mean, if all count
     masked: bool = False  # some targets may be NO_TARGET: the loss is the mean over the others of the step
     precision: Precision = "fp32"
     fp8_scaling: Fp8Scaling = "rowwise"
@@ -121,10 +119,9 @@ class ParallelModel:
         # Known at the begin of a step. 1 where none counts: loss and gradients are then 0.
         self._divisor = torch.ones((), dtype=torch.float64, device=mesh.device)
         # Targets of the last step, over all ranks.
-        self.counted: int | Tensor = settings.global_tokens
-        tokens = self._divisor if settings.masked else settings.global_tokens
+        self.counted: int | Tensor = 0
         self.stages = [
-            build_stage(arch, index, mesh, settings, data_mesh, expert_mesh, tokens)
+            build_stage(arch, index, mesh, settings, data_mesh, expert_mesh, self._divisor)
             for index in layout.stage_indices(mesh.at.pipeline)
         ]
         if settings.offload_activations:
@@ -158,12 +155,16 @@ class ParallelModel:
         """Compute the gradients of the mean loss over the global batch into each parameter's `.grad`.
 
         The mean is over all targets of the step that are not `NO_TARGET`, whichever rank and microbatch has them.
-        `ids_BT` and `target_BT` are this data-parallel rank's sequences of the step; with `document_BT`, which numbers
-        the documents in each, attention stays inside documents. Returns this rank's share of the mean loss: the sum
+        `ids_BT` and `target_BT` are this data-parallel rank's sequences of the step, as many as every other's: whole
+        microbatches, whose number may differ from step to step. With `document_BT`, which numbers the documents in each,
+        attention stays inside documents. Returns this rank's share of the mean loss: the sum
         over all ranks (`mesh.sum_over_ranks`) is the loss.
         """
-        if self.settings.masked:
-            self._count(target_BT)
+        self._count(target_BT)
+        balance = self.stages[-1].balance
+        if isinstance(balance, LoadBalancing):
+            rows = len(ids_BT) * self.mesh.layout.data_parallel
+            balance.share = self.settings.microbatch / rows
         ids_BT, target_BT = self._own_positions(ids_BT), self._own_positions(target_BT)
         if self._pipeline is not None:
             loss = self._pipeline.forward_backward(ids_BT, target_BT, document_BT)
@@ -184,6 +185,10 @@ class ParallelModel:
     def _count(self, target_BT: Tensor) -> None:
         """Count the targets of the global batch, before the first backward pass needs their number."""
         layout = self.mesh.layout
+        if not self.settings.masked:
+            self.counted = target_BT.numel() * layout.data_parallel
+            self._divisor.fill_(self.counted)
+            return
         with self.clock.during(STEP_SUM):
             counted = self.mesh.sum_over_ranks((target_BT != NO_TARGET).sum(dtype=torch.float64))
         # All ranks of a data-parallel rank's tensor, context and pipeline groups have the same targets here.
@@ -230,10 +235,8 @@ class ParallelModel:
             if self._pipeline is not None:
                 loss = self._pipeline.forward(ids_BT, target_BT, document_BT)
             else:
-                n = self.settings.microbatches
-                documents = [None] * n if document_BT is None else document_BT.chunk(n)
                 loss = torch.zeros((), device=self.mesh.device, dtype=torch.float64)
-                for ids, target, document in zip(ids_BT.chunk(n), target_BT.chunk(n), documents, strict=True):
+                for ids, target, document in self._microbatches(ids_BT, target_BT, document_BT):
                     loss += self.stages[0](ids, document_BT=document, target_BT=target)
         finally:
             for stage in self.stages:
@@ -241,19 +244,26 @@ class ParallelModel:
         return loss if self.mesh.at.tensor == 0 else torch.zeros_like(loss)
 
     def _accumulate(self, ids_BT: Tensor, target_BT: Tensor, document_BT: Tensor | None) -> Tensor:
-        model, n = self.stages[0], self.settings.microbatches
+        model = self.stages[0]
         total = torch.zeros((), device=self.mesh.device, dtype=torch.float64)
-        documents = [None] * n if document_BT is None else document_BT.chunk(n)
-        for i, (ids, target, document) in enumerate(
-            zip(ids_BT.chunk(n), target_BT.chunk(n), documents, strict=True)
-        ):
-            prepare_backward(model, last=i == n - 1, accumulate=self.settings.accumulate)
+        microbatches = self._microbatches(ids_BT, target_BT, document_BT)
+        for i, (ids, target, document) in enumerate(microbatches):
+            last = i == len(microbatches) - 1
+            prepare_backward(model, last=last, accumulate=self.settings.accumulate)
             with self.clock.during(FORWARD):
                 loss = model(ids, document_BT=document, target_BT=target)
             with self.clock.during(BACKWARD):
                 loss.backward()
             total += loss.detach()  # NaN until the backward pass, see `loss.cross_entropy`
         return total
+
+    def _microbatches(
+        self, ids_BT: Tensor, target_BT: Tensor, document_BT: Tensor | None
+    ) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+        size = self.settings.microbatch
+        ids, targets = ids_BT.split(size), target_BT.split(size)
+        documents = [None] * len(ids) if document_BT is None else document_BT.split(size)
+        return list(zip(ids, targets, documents, strict=True))
 
     def _own_positions(self, x_BT: Tensor) -> Tensor:
         size = self.mesh.layout.context
@@ -277,7 +287,6 @@ class ParallelModel:
             self.mesh.pipeline,
             self.mesh.at.pipeline,
             device=self.mesh.device,
-            microbatches=s.microbatches,
             input_shape_BT=(s.microbatch, positions),
             hidden_shape_BTD=(s.microbatch, positions // layout.tensor, self.arch.hidden_size),
             experts=self.arch.num_experts,
@@ -338,7 +347,7 @@ def build_stage(
     settings: Settings,
     data_mesh: DeviceMesh | None,
     expert_mesh: DeviceMesh | None,
-    tokens: int | Tensor,
+    tokens: Tensor,
 ) -> Decoder:
     """Build pipeline stage `index` on the meta device: split, compiled and, with a `data_mesh`, sharded; no memory.
 
@@ -355,11 +364,9 @@ def build_stage(
     if model.lm_head is not None:
         model.lm_head.loss = partial(cross_entropy, tokens=tokens, group=mesh.tensor, rank=mesh.at.tensor)
         if arch.num_experts:
-            rows = settings.microbatch * settings.sequence_length
             model.balance = LoadBalancing(
                 arch.router_aux_loss_coef,
-                rows=rows * arch.sparse_layers,
-                share=rows / settings.global_tokens,
+                rows=settings.microbatch * settings.sequence_length * arch.sparse_layers,
                 ranks=layout.tensor,
                 group=mesh.context,
             )

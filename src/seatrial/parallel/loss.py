@@ -28,13 +28,13 @@ def cross_entropy(
     weight_VD: Tensor,
     target_BT: Tensor,
     *,
-    tokens: int | Tensor,
+    tokens: Tensor,
     group: ProcessGroup | None,
     rank: int,
 ) -> Tensor:
     """-log softmax(x weight^T)[target] in nats, fp64, summed over the targets that are not `NO_TARGET`.
 
-    With gradients the sum is divided by `tokens` (a number, or an fp64 scalar whose value the backward pass reads), and is
+    With gradients the sum is divided by `tokens` (an fp64 scalar whose value the backward pass reads), and is
     NaN until that has run. With a `group`, a rank holds T/n positions and V/n rows of the weight (Megatron-LM,
     arXiv:1909.08053, section 3); all return the same value.
     """
@@ -57,15 +57,15 @@ class LoadBalancing:
     """
 
     def __init__(
-        self, coefficient: float, *, rows: int, share: float, ranks: int, group: ProcessGroup | None = None
+        self, coefficient: float, *, rows: int, ranks: int, group: ProcessGroup | None = None
     ) -> None:
-        """`rows`: positions of a microbatch times layers; `share`: of the microbatch in the global batch.
+        """`rows`: positions of a microbatch times layers.
 
         All `ranks` of a tensor group compute it, and their gradients are added. The ranks of `group` have parts of the
         positions (context parallel).
         """
-        self._factor, self._rows, self._share = coefficient * share / ranks, rows, share
-        self._group = group
+        self._factor, self._rows, self._group = coefficient / ranks, rows, group
+        self.share = 0.0  # of a microbatch in the global batch of this step
         # This rank's share, of the microbatches so far, of the mean over the global batch.
         self.total: Tensor | float = 0.0
 
@@ -74,8 +74,8 @@ class LoadBalancing:
             routed_2X = _OfAllPositions.apply(routed_2X, self._group)
         count_X, probability_X = routed_2X / self._rows
         loss = len(count_X) * (count_X * probability_X).sum()
-        self.total = self.total + loss.detach().double() * self._share
-        return _WithGradientOf.apply(x_BTD, loss * self._factor)
+        self.total = self.total + loss.detach().double() * self.share
+        return _WithGradientOf.apply(x_BTD, loss * (self._factor * self.share))
 
 
 class _OfAllPositions(torch.autograd.Function):
@@ -111,7 +111,7 @@ class _CrossEntropy(torch.autograd.Function):
         x_BtD: Tensor,
         weight_VD: Tensor,
         target_BT: Tensor,
-        tokens: int | Tensor,
+        tokens: Tensor,
         group: ProcessGroup | None,
         rank: int,
     ) -> Tensor:

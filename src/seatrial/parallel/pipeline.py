@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -68,7 +67,6 @@ class Pipeline:
         pipeline_rank: int,
         *,
         device: torch.device,
-        microbatches: int,
         input_shape_BT: tuple[int, int],
         hidden_shape_BTD: tuple[int, int, int],
         experts: int,
@@ -102,16 +100,25 @@ class Pipeline:
         self.holds_first = stages[0].is_first
         self.holds_last = stages[-1].is_last
         self._device = device
+        self._stages, self._microbatch = stages, input_shape_BT[0]
         name = layout.schedule
-        schedule = SCHEDULES.imported(name, schedule_named(name).torch_class)
-        single = issubclass(schedule, PipelineScheduleSingle)
-        # scale_grads divides gradients by the number of microbatches; our loss is already a share of the global mean.
-        self._schedule = schedule(
-            stages[0] if single else stages,
-            n_microbatches=microbatches,
-            loss_fn=lambda loss, _target: loss,  # the last stage has computed it
-            scale_grads=False,
-        )
+        self._schedule_class = SCHEDULES.imported(name, schedule_named(name).torch_class)
+        self._schedule: Any = None
+        self._microbatches = 0  # of `_schedule`
+
+    def schedule(self, microbatches: int) -> Any:
+        """torch's schedule of a step with so many microbatches; its first step allocates what the stages receive into."""
+        if microbatches != self._microbatches:
+            single = issubclass(self._schedule_class, PipelineScheduleSingle)
+            # scale_grads divides gradients by the number of microbatches; our loss is already a share of the global mean.
+            self._schedule = self._schedule_class(
+                self._stages[0] if single else self._stages,
+                n_microbatches=microbatches,
+                loss_fn=lambda loss, _target: loss,  # the last stage has computed it
+                scale_grads=False,
+            )
+            self._microbatches = microbatches
+        return self._schedule
 
     def forward_backward(
         self, ids_BT: Tensor, target_BT: Tensor, document_BT: Tensor | None = None
@@ -121,15 +128,16 @@ class Pipeline:
         Every rank of a pipeline has read the same batch, so documents and targets are not sent from stage to stage: the
         schedule passes each stage of this rank its microbatch of them along with the hidden states that it receives.
         """
-        return self._run(self._schedule.step, ids_BT, target_BT, document_BT)
+        return self._run("step", ids_BT, target_BT, document_BT)
 
     def forward(self, ids_BT: Tensor, target_BT: Tensor, document_BT: Tensor | None = None) -> Tensor:
         """As `forward_backward`, without the backward pass; under torch.no_grad."""
-        return self._run(self._schedule.eval, ids_BT, target_BT, document_BT)
+        return self._run("eval", ids_BT, target_BT, document_BT)
 
     def _run(
-        self, run: Callable[..., Any], ids_BT: Tensor, target_BT: Tensor, document_BT: Tensor | None
+        self, how: Literal["step", "eval"], ids_BT: Tensor, target_BT: Tensor, document_BT: Tensor | None
     ) -> Tensor:
+        run = getattr(self.schedule(len(ids_BT) // self._microbatch), how)
         losses: list[Tensor] = []
         inputs = (ids_BT,) if self.holds_first else ()
         each_stage = {"target_BT": target_BT} | ({} if document_BT is None else {"document_BT": document_BT})

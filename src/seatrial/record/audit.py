@@ -47,7 +47,7 @@ def audit(folder: RunFolder) -> Audit:
         live=live,
     )
     wrong_ledger: list[Problem] = []
-    proof = prove(each_ledger_line(folder, wrong_ledger), job.global_batch, evidence)
+    proof = prove(each_ledger_line(folder, wrong_ledger), job.batches, evidence)
     problems = wrong_job + wrong_events + wrong_metrics + wrong_ledger
     return Audit(proof, job, events, _world_sizes(events), live, problems)
 

@@ -11,6 +11,7 @@ from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING
 
+from seatrial.base.batches import BatchSizes
 from seatrial.record.ledger import LedgerRecord
 from seatrial.record.metrics import MetricsRecord
 
@@ -85,28 +86,30 @@ class History:
                 del column[keep:]
             del self.validation[bisect_left(self.validation, (step, -math.inf)) :]
 
-    def column(self, name: str, since: int = 0) -> Sequence[float]:
-        """The field `name` of the steps of generation `since` and later ones, by step; NaN where it is null."""
-        return self._columns[name][bisect_left(self.generations, since) :]
+    def column(self, name: str, since: int = 0, first: int = 0) -> Sequence[float]:
+        """The field `name` of the steps from `first` on of generation `since` and later ones, by step; NaN where it is null."""
+        begin = max(bisect_left(self.generations, since), bisect_left(self.steps, first))
+        return self._columns[name][begin:]
 
 
 class Pace:
     """The current step time, used for every ETA.
 
-    The mean of the last steps, each capped at three times their median: a single slow step changes little, while steps
+    The mean of the last steps per sample of their batch, each capped at three times their median: a single slow step changes little, while steps
     that are regularly slow (every tenth is verified and copied) count. The first step of a generation (compilation,
     connections) is excluded.
     """
 
-    def __init__(self) -> None:
-        self._recent: deque[tuple[int, float]] = deque(maxlen=PACE_WINDOW)  # (generation, seconds)
+    def __init__(self, batches: BatchSizes) -> None:
+        self._batches = batches
+        self._recent: deque[tuple[int, float]] = deque(maxlen=PACE_WINDOW)  # (generation, seconds a sample)
         self._generation = 0  # of the last record
 
-    def add(self, generation: int, step_time_s: float) -> None:
+    def add(self, generation: int, step: int, step_time_s: float) -> None:
         """Add the next record of metrics.jsonl."""
         new_generation, self._generation = generation != self._generation, generation
         if not new_generation and math.isfinite(step_time_s):
-            self._recent.append((generation, step_time_s))
+            self._append(generation, step, step_time_s)
 
     def add_columns(self, found: Columns) -> None:
         """Add many records at once."""
@@ -115,28 +118,36 @@ class Pace:
         usable[1:] &= generations[1:] == generations[:-1]
         usable[0] &= generations[0] == self._generation
         for i in usable.nonzero()[0][-PACE_WINDOW:]:
-            self._recent.append((int(generations[i]), float(seconds[i])))
+            self._append(int(generations[i]), int(found["step"][i]), float(seconds[i]))
         self._generation = int(generations[-1])
 
-    def eta_s(self, steps_left: int, since: int = 0) -> float | None:
-        """Seconds for `steps_left` at the pace of generation `since` and later ones; None: not known yet."""
+    def _append(self, generation: int, step: int, seconds: float) -> None:
+        self._recent.append((generation, seconds / self._batches.size(max(1, step))))
+
+    def eta_s(self, step: int, total: int, since: int = 0) -> float | None:
+        """Seconds from the end of `step` to that of `total`, at the pace of generation `since` and later ones; None: not known yet."""
         seconds = [s for generation, s in self._recent if generation >= since]
         if not seconds:
             return None
         most = _LONGEST * median(seconds)
-        return math.fsum(min(s, most) for s in seconds) / len(seconds) * max(0, steps_left)
+        return (
+            math.fsum(min(s, most) for s in seconds)
+            / len(seconds)
+            * max(0, self._batches.total(total) - self._batches.total(step))
+        )
 
 
 class LedgerSummary:
     """Incremental summary of the ledger, as long as it has no irregularity."""
 
-    def __init__(self) -> None:
+    def __init__(self, batches: BatchSizes | None = None) -> None:
+        """`batches`: if None, all are as large as the first."""
         self.odd = False  # irregular: `ledger_gaps` must read all of it
         self.steps = 0
         self.skipped: set[int] = set()  # steps skipped on purpose
         self._generations: list[int] = []  # of step n at n - 1
         self._last: dict[int, int] = {}  # generation -> its last step
-        self.batch: int | None = None  # samples of its first step
+        self.batches = batches
 
     def add_columns(self, found: Columns) -> None:
         """Add many records at once, as `add` would one by one."""
@@ -146,8 +157,11 @@ class LedgerSummary:
             found["generation"],
             found["skipped"].astype(bool),
         )
-        batch = self.batch or int(end[0] - first[0])
-        plain = (steps > 0) & (first == (steps - 1) * batch) & (end - first == batch) & ~skipped & (batch > 0)
+        batches = self._assumed(int(end[0] - first[0]))
+        right = (
+            (first == batches.first_sample(steps)) & (end == batches.first_sample(steps + 1)) & (first < end)
+        )
+        plain = (steps > 0) & right & ~skipped
         breaks = (steps[1:] != steps[:-1] + 1) | (generations[1:] != generations[:-1])
         breaks |= ~plain[1:] | ~plain[:-1]
         for begin, stop in pairwise([0, *(breaks.nonzero()[0] + 1).tolist(), len(steps)]):
@@ -160,7 +174,6 @@ class LedgerSummary:
                     if step <= len(done):  # the new generation resumed before this step
                         del done[step - 1 :]
                         self.skipped = {s for s in self.skipped if s < step}
-                    self.batch = batch
                     done += [generation] * (stop - at)
                     self.steps = len(done)
                     self._last[generation] = int(steps[stop - 1])
@@ -168,12 +181,15 @@ class LedgerSummary:
                 self.add(LedgerRecord(step, int(first[at]), int(end[at]), generation, bool(skipped[at])))
                 at += 1
 
+    def _assumed(self, first: int) -> BatchSizes:
+        self.batches = self.batches or BatchSizes.of(first)
+        return self.batches
+
     def add(self, record: LedgerRecord) -> None:
         """Add the next record of ledger.jsonl."""
         step, generation, done = record.step, record.generation, self._generations
-        size = record.end_sample - record.first_sample
-        self.batch = self.batch or size
-        right = step > 0 and size == self.batch and record.first_sample == (step - 1) * size
+        samples = (record.first_sample, record.end_sample)
+        right = step > 0 and samples == self._assumed(samples[1] - samples[0]).samples(step)
         # From an abandoned generation, by ranks that had not been stopped yet.
         if done and generation < done[-1]:
             self.odd |= not right or step != self._last.get(generation, 0) + 1

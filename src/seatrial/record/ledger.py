@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from seatrial.base.batches import BatchSizes
 from seatrial.record.folder import RunFolder
 from seatrial.record.jsonl import LineWriter, Problem, each_numbered, read_numbered
 from seatrial.record.typed import decode, decode_all
@@ -63,11 +64,10 @@ def each_ledger_line(folder: RunFolder, problems: list[Problem]) -> Iterator[tup
             problems.append(Problem(folder.ledger.name, number, f"not {NOUN} ({error})"))
 
 
-def ledger_gaps(records: Sequence[LedgerRecord], global_batch: int) -> list[str]:
+def ledger_gaps(records: Sequence[LedgerRecord], batches: BatchSizes) -> list[str]:
     """Contradictions to "every step once, every sample once", as messages; empty if there are none.
 
-    Steps must be 1, 2, ..., each once in its last generation, and step n must contain the samples
-    (n - 1) x global_batch, ..., n x global_batch - 1. Steps that were skipped on purpose are in the ledger.
+    Steps must be 1, 2, ..., each once in its last generation, and each must contain its own samples. Steps that were skipped on purpose are in the ledger.
     """
     gaps: list[str] = []
     expected_step = 1
@@ -81,17 +81,16 @@ def ledger_gaps(records: Sequence[LedgerRecord], global_batch: int) -> list[str]
             continue
         if record.step > expected_step:
             gaps.append(missing_steps(expected_step, record.step - 1))
-            sample = (record.step - 1) * global_batch
+            sample = batches.first_sample(record.step)
         if record.first_sample != sample:
             what = "skipped" if record.first_sample > sample else "seen twice"
             low, high = sorted((record.first_sample, sample))
             gaps.append(
                 f"step {record.step} starts at sample {record.first_sample}, not at {sample}: {_samples(low, high)} {what}"
             )
-        if record.end_sample - record.first_sample != global_batch:
-            gaps.append(
-                f"step {record.step} has {record.end_sample - record.first_sample} samples, not {global_batch}"
-            )
+        found, size = record.end_sample - record.first_sample, batches.size(record.step)
+        if found != size:
+            gaps.append(f"step {record.step} has {found} samples, not {size}")
         sample = record.end_sample
         expected_step = record.step + 1
     return gaps

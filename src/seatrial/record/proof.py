@@ -1,6 +1,6 @@
 """The proof that every sample was seen exactly once, in order: from the ledger, line by line, and other records.
 
-Step n has the samples (n - 1) x global_batch, ..., n x global_batch - 1, whatever the layout. So a history is valid if
+Each step has its own samples, `BatchSizes.samples`, whatever the layout. So a history is valid if
 each generation resumed from a state that an earlier one had reached, did its steps consecutively, and gave each step
 its own samples. What a generation did after the state that the next one resumed from is not part of the history: it was
 redone. Three records are written independently of the ledger and must agree with it: metrics.jsonl (which steps each
@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from seatrial.base.batches import BatchSizes
 from seatrial.record.ledger import LedgerRecord, missing_steps
 
 ProofStatus = Literal["proven", "violated", "unjudged", "empty"]
@@ -88,14 +89,16 @@ class Proof:
         int
     ]  # steps of the history that were skipped on purpose: their samples were not used for training
     redone: int  # steps that were done but are not part of the history: another generation redid them
-    global_batch: int | None
+    batches: BatchSizes | None  # None: unknown
     stretches: list[Stretch]  # by generation
     violations: list[Violation]
 
     @property
     def trained_samples(self) -> int:
         """Samples that the state at the end has seen, each once."""
-        return (self.steps - len(self.skipped)) * (self.global_batch or 0)
+        if self.batches is None:
+            return 0
+        return self.batches.total(self.steps) - sum(map(self.batches.size, self.skipped))
 
     @property
     def verdict(self) -> ProofStatus:
@@ -103,22 +106,22 @@ class Proof:
             return "violated"
         if not self.stretches:
             return "empty"
-        return "proven" if self.global_batch else "unjudged"
+        return "proven" if self.batches else "unjudged"
 
     def disagreement(self, step: int, next_sample: int, generation: int) -> str | None:
         """How a checkpoint's own progress contradicts the ledger, as a message; None if it does not."""
-        if self.global_batch and next_sample != step * self.global_batch:
-            return f"it continues at sample {next_sample}, but step {step} ends before sample {step * self.global_batch}"
+        if self.batches and next_sample != (end := self.batches.total(step)):
+            return f"it continues at sample {next_sample}, but step {step} ends before sample {end}"
         if not any(s.covers(step) and s.generation <= generation for s in self.stretches):
             return f"the ledger has no step {step} of generation {generation} or before"
         return None
 
 
 def prove(
-    lines: Iterable[tuple[int, LedgerRecord]], global_batch: int | None, evidence: Evidence | None = None
+    lines: Iterable[tuple[int, LedgerRecord]], batches: BatchSizes | None, evidence: Evidence | None = None
 ) -> Proof:
     """Judge the ledger's records, given with their line numbers in file order."""
-    judge = _Judge(global_batch, evidence or Evidence())
+    judge = _Judge(batches, evidence or Evidence())
     for number, record in lines:
         judge.add(number, record)
     judge.compare()
@@ -128,8 +131,8 @@ def prove(
 class _Judge:
     """Processes the ledger in write order, and collects violations."""
 
-    def __init__(self, global_batch: int | None, evidence: Evidence) -> None:
-        self._batch = global_batch
+    def __init__(self, batches: BatchSizes | None, evidence: Evidence) -> None:
+        self._batches = batches
         self._evidence = evidence
         self._stretches: dict[int, Stretch] = {}
         self._violations: list[Violation] = []
@@ -160,9 +163,9 @@ class _Judge:
 
     def _check_samples(self, number: int, record: LedgerRecord) -> bool:
         """Whether the record has the samples of its step."""
-        if not self._batch:
+        if self._batches is None:
             return True
-        first, end = (record.step - 1) * self._batch, record.step * self._batch
+        first, end = self._batches.samples(record.step)
         if (record.first_sample, record.end_sample) == (first, end):
             return True
         found = f"{record.first_sample} to {record.end_sample - 1}"
@@ -308,7 +311,7 @@ class _Judge:
             steps=lineage[0][2] if lineage else 0,
             skipped=sorted(skipped),
             redone=done - counted,
-            global_batch=self._batch,
+            batches=self._batches,
             stretches=[self._stretches[g] for g in sorted(self._stretches)],
             violations=self._violations,
         )

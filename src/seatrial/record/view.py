@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, TypeVar
 
+from seatrial.base.batches import BatchSizes
 from seatrial.base.files import parse_json, parse_toml, read_text
 from seatrial.record import events, ledger, metrics
 from seatrial.record.events import Event
@@ -42,7 +44,7 @@ class JobFacts:
     """The few values of job.toml that a view needs; None if the file does not contain them."""
 
     steps: int | None = None
-    global_batch: int | None = None
+    batches: BatchSizes | None = None
     sequence_length: int | None = None
     checkpoint_steps: int | None = None  # also None where the run chooses the interval
 
@@ -92,15 +94,17 @@ class RunView:
     @property
     def skipped_samples(self) -> int:
         """The number of samples skipped on purpose."""
-        return len(self.skipped_steps) * (self.job.global_batch or 0)
+        return 0 if self.job.batches is None else sum(map(self.job.batches.size, self.skipped_steps))
 
     @property
     def tokens(self) -> int:
         """Tokens trained on. metrics.jsonl counts those of all steps up to the last one, including skipped ones."""
         if self.last is None:
             return 0
-        left_out = sum(step < self.last.step for step in self.skipped_steps)
-        return self.last.tokens - left_out * (self.job.global_batch or 0) * (self.job.sequence_length or 0)
+        if self.job.batches is None:
+            return self.last.tokens
+        left_out = sum(self.job.batches.size(step) for step in self.skipped_steps if step < self.last.step)
+        return self.last.tokens - left_out * (self.job.sequence_length or 0)
 
     @property
     def own_events(self) -> list[Event]:
@@ -151,7 +155,8 @@ class RunReader:
     def _begin(self) -> None:
         folder = self.folder
         self.device: str | None = None
-        self.history, self.log, self.pace, self.ledger_summary = History(), StepLog(), Pace(), LedgerSummary()
+        self.history, self.log = History(), StepLog()
+        self._learn_batches()
         self.events: list[Event] = []
         self.problems: list[Problem] = []  # unreadable lines
         self._started: dict[str, set[int]] = {"run_started": set(), "generation_started": set()}
@@ -164,11 +169,18 @@ class RunReader:
         )
         self._ledger = Tail(folder.ledger, ledger.NOUN)
 
+    def _learn_batches(self) -> None:
+        """Read them from the job file, before any step; None: there is none yet, or it is damaged."""
+        self._batches = read_job_facts(self.folder)[0].batches
+        self.pace, self.ledger_summary = Pace(self._batches or BatchSizes.of(1)), LedgerSummary(self._batches)
+
     def poll(self, *, over: bool = False) -> None:
         """Read new records. `over`: there is no writer any more, so an unterminated last line counts.
 
         If a file was replaced, everything is read again.
         """
+        if self._batches is None and not self.history.steps:
+            self._learn_batches()
         # Events first: `device` precedes the first step and is needed to show it.
         self._read_records(self._events, Event, self._add_event, over)
         self._read_records(self._metrics, MetricsRecord, self._add_metrics, over, self._add_metrics_data)
@@ -187,7 +199,7 @@ class RunReader:
         last = self.history.last
         if last is None or total is None:
             return None
-        return self.pace.eta_s(total - last.step, self.start)
+        return self.pace.eta_s(last.step, total, self.start)
 
     @property
     def start(self) -> int:
@@ -217,7 +229,7 @@ class RunReader:
         elif held:
             generation = max(opened, generation)
         state, reason = state_of(start)
-        steps, skipped, gaps = self._judge_ledger(facts.global_batch, again=not held)
+        steps, skipped, gaps = self._judge_ledger(facts.batches, again=not held)
         last = self.history.last
         # While the run is active, the ledger may be a step behind the metrics.
         if not held and not self.brief and last is not None and last.step > steps:
@@ -297,7 +309,7 @@ class RunReader:
     def _add_metrics(self, record: MetricsRecord) -> None:
         self.history.add(record)
         self.log.add(record)
-        self.pace.add(record.generation, record.step_time_s)
+        self.pace.add(record.generation, record.step, record.step_time_s)
         self._newest = max(self._newest, record.generation)
         if self.show is not None:
             self.show(record)
@@ -335,7 +347,7 @@ class RunReader:
             complete=complete,
         )
 
-    def _judge_ledger(self, global_batch: int | None, again: bool) -> tuple[int, list[int], list[str]]:
+    def _judge_ledger(self, batches: BatchSizes | None, again: bool) -> tuple[int, list[int], list[str]]:
         """(steps, skipped steps, contradictions). `again`: judge the current ledger, even if that is slow."""
         ledger_summary = self.ledger_summary
         if self.brief:
@@ -347,11 +359,11 @@ class RunReader:
                 if record.generation == generation:
                     (left_out.add if record.skipped else left_out.discard)(record.step)
             return 0, sorted(left_out), []
-        if not ledger_summary.odd and (global_batch is None or ledger_summary.batch in (None, global_batch)):
+        if not ledger_summary.odd and (batches is None or ledger_summary.batches in (None, batches)):
             return ledger_summary.steps, sorted(ledger_summary.skipped), []
         if self._judged is None or again:
             records, _ = read_ledger(self.folder)
-            gaps = ledger_gaps(records, global_batch) if global_batch else []
+            gaps = ledger_gaps(records, batches) if batches else []
             self._judged = len(records), [r.step for r in records if r.skipped], gaps
         steps, skipped, gaps = self._judged
         return (
@@ -390,10 +402,20 @@ def read_job_facts(folder: RunFolder) -> tuple[JobFacts, list[Problem]]:
 
     return JobFacts(
         whole("train", "steps"),
-        whole("train", "global_batch"),
+        _batches(job.get("train")),
         whole("train", "sequence_length"),
         whole("checkpoint", "every_steps"),
     ), []
+
+
+def _batches(train: Any) -> BatchSizes | None:
+    try:
+        ramp = [(phase["steps"], phase["global_batch"]) for phase in train.get("batch_ramp", [])]
+        numbers = [train["global_batch"], *chain(*ramp)]
+    except (AttributeError, KeyError, TypeError):
+        return None
+    usable = all(type(number) is int and number > 0 for number in numbers)
+    return BatchSizes.of(train["global_batch"], ramp) if usable else None
 
 
 def find_failure(folder: RunFolder, events: list[Event], generation: int) -> Failure | None:

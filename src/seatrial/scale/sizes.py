@@ -52,7 +52,7 @@ def sizes_of(job: Job, nodes: Sequence[int], mode: Mode, *, steps: int, stores: 
     for n in sorted(set(nodes)):
         at = replace(shape, nodes=n)
         recipe, why = resized(own, at.gpus, mode=mode)
-        found = None if recipe is None else refusal(job, at, recipe)
+        found = None if recipe is None else refusal(job.without_ramp(), at, recipe)
         if recipe is None:
             keys = _BATCH if "batch" in (why or "") else _HERE
             found = RuleViolation(keys, why or "", "remove this size from --nodes, or change the layout")
@@ -102,6 +102,7 @@ def _changed_keys(
         "parallel.shard": (recipe.layout.shard, grown),
         "train.global_batch": (recipe.global_batch, "as many microbatches a replica as in the job"),
         "train.steps": (steps, "short"),
+        "train.batch_ramp": ([], "the steps after the ramp are measured"),
         "train.sample_tokens": (0, "no sample text at the end"),
         "optimizer.warmup_steps": (min(job.optimizer.warmup_steps, steps), "not longer than the copy"),
         "optimizer.decay": (

@@ -23,7 +23,7 @@ _FILE = "scale.json"
 _FREE = {
     "cluster": {"nodes", "spares", "port"},
     "parallel": {"shard", "replicate"},
-    "train": {"steps", "sample_tokens"},
+    "train": {"steps", "sample_tokens", "batch_ramp"},
     "data": {"train"},  # data is identified by its content
 }
 

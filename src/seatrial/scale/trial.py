@@ -172,7 +172,7 @@ def _read(trial: Trial, folder: RunFolder, size: Size) -> Trial:
     events, _ = read_events(folder)
     job = size.job
     alarm = next((e for e in events if e.kind in _ALARMS), None)
-    faults = [str(p) for p in (*problems, *wrong)] + ledger_gaps(ledger, job.train.global_batch)
+    faults = [str(p) for p in (*problems, *wrong)] + ledger_gaps(ledger, job.train.batches)
     if alarm is not None:
         faults.insert(0, alarm.message)
     if [r.step for r in records] != list(range(1, job.train.steps + 1)):

@@ -96,9 +96,7 @@ class Loop:
         self._supervisor, self._snapshots, self._rollback = supervisor, snapshots, rollback
         self._meter = Meter(job, mesh.device, generation)
         self._recorder = Recorder(job, folder, records, loader, self._meter, writes=self._writes)
-        self._saver = Saver(
-            job, folder, generation, model, optimizer, loader, records, self._report_storage_wait
-        )
+        self._saver = Saver(job, folder, generation, model, optimizer, records, self._report_storage_wait)
         self._accounting = Accounting(folder, generation, model)
         self._trace = Trace(job, folder, generation, mesh.rank, mesh.device)
         self._clip_norm = job.optimizer.clip_norm or None
@@ -229,7 +227,7 @@ class Loop:
 
     def _batch(self, step: int) -> Batch:
         mesh = self.model.mesh
-        share = self.job.train.global_batch // mesh.layout.data_parallel
+        share = self.loader.batches.size(step) // mesh.layout.data_parallel
         batch = self.loader.batch(step, mesh.data_rank * share, share)
         return batch.to(mesh.device) if self._on_accelerator else batch
 

@@ -146,7 +146,7 @@ class Meter:
     def __init__(self, job: Job, device: torch.device, generation: int) -> None:
         self._job = job
         self._generation = generation
-        self._tokens_a_step = job.train.global_batch * job.train.sequence_length
+        self._batches, self._sequence = job.train.batches, job.train.sequence_length
         self._flops_per_token = job.architecture.flops_per_token(job.train.sequence_length)
         self._peak = None
         self._device = device.type
@@ -187,11 +187,11 @@ class Meter:
         generation: int | None = None,
     ) -> MetricsRecord:
         """Make a step's record; `generation`: the one that did the step, if it was not the meter's own."""
-        rate = self._tokens_a_step / seconds
+        rate = self._batches.size(step) * self._sequence / seconds
         rate_a_gpu = rate / self._job.layout.world_size
         return MetricsRecord(
             step=step,
-            tokens=step * self._tokens_a_step,
+            tokens=self._batches.total(step) * self._sequence,
             loss=loss,
             grad_norm=grad_norm,
             lr=lr,

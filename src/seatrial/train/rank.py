@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from seatrial.base.batches import BatchSizes
 from seatrial.base.errors import InputError, RunFailed
 from seatrial.checkpoint.manifest import Progress
 from seatrial.data.loader import BatchLoader
@@ -167,7 +168,7 @@ def load(
             raise RunFailed(
                 f"the checkpoint continues at sample {progress.next_sample}, but step {progress.step + 1} of this job "
                 f"starts at {first}",
-                hint="the job's global_batch is not the one it was trained with: start over with --fresh",
+                hint="the job's global_batch or batch_ramp is not the one it was trained with: start over with --fresh",
             )
         return *built, progress
     return None
@@ -271,7 +272,7 @@ def make_loader(job: Job, folder: RunFolder, plan: Mapping[str, Any]) -> BatchLo
     return BatchLoader(
         stores,
         sequence_length=train.sequence_length,
-        global_batch=train.global_batch,
+        batches=train.batches,
         seed=train.seed,
         vocab_size=job.architecture.vocab_size,
         blend=blend,
@@ -308,7 +309,7 @@ def make_validation(
     validation = BatchLoader(
         store,
         sequence_length=train.sequence_length,
-        global_batch=train.global_batch,
+        batches=BatchSizes.of(train.global_batch),
         seed=0,  # not the run's: all runs are validated on the same samples
         vocab_size=arch.vocab_size,
         attend_across_documents=job.data.attend_across_documents,
@@ -337,8 +338,6 @@ def settings_of(job: Job) -> Settings:
     return Settings(
         sequence_length=train.sequence_length,
         microbatch=train.microbatch,
-        microbatches=job.microbatches,
-        global_tokens=train.global_batch * train.sequence_length,
         precision=train.precision,
         fp8_scaling=train.fp8_scaling,
         activation_checkpointing=train.activation_checkpointing,

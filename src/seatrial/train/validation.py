@@ -20,7 +20,7 @@ from seatrial.train.meter import OwnWorkTimer
 
 @dataclass(frozen=True)
 class ValidationSet:
-    """The first `samples` of `loader`, whose batches are as large as those of training."""
+    """The first `samples` of `loader`, whose batches are as large as those of training after a batch ramp."""
 
     loader: BatchLoader
     samples: int
@@ -28,7 +28,7 @@ class ValidationSet:
     @property
     def batches(self) -> int:
         """Number of batches; the last one may be partly empty."""
-        return -(-self.samples // self.loader.global_batch)
+        return -(-self.samples // self.loader.batches.largest)
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,12 @@ class Validation:
     def _batch(self, number: int, leave_request: Leaving | None) -> tuple[float, float, Leaving | None]:
         """(sum of the losses of batch `number` over all ranks, number of its targets, a leave request to any of them)."""
         mesh, loader = self._model.mesh, self._data.loader
-        share = loader.global_batch // mesh.layout.data_parallel
+        size = loader.batches.largest
+        share = size // mesh.layout.data_parallel
         first = mesh.data_rank * share
         batch = loader.batch(number, first, share)
         # Every rank computes whole batches, as in training; targets beyond the last sample are masked.
-        used = self._data.samples - (number - 1) * loader.global_batch - first
+        used = self._data.samples - (number - 1) * size - first
         batch.target_BT[max(0, used) :] = NO_TARGET
         if is_accelerator(mesh.device):
             batch = batch.to(mesh.device)

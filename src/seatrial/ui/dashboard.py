@@ -108,7 +108,7 @@ def _progress(shown: ViewState) -> list[RenderableType]:
         Text(_left(shown)),
     )
     age = max(0.0, shown.now - last.time)
-    late = view.state == "running" and age > figures.late_after_s(last.step_time_s)
+    late = view.state == "running" and age > figures.late_after_s(last, view.job.batches)
     line = Text.assemble(
         ("last step ", "dim"),
         (f"{figures.eta(age)} ago", "bold red" if late else "bold"),

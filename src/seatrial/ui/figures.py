@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from seatrial.base import units
+from seatrial.base.batches import BatchSizes
 from seatrial.base.errors import printable as printable
 from seatrial.record.metrics import MetricsRecord
 
@@ -51,9 +52,10 @@ def eta(seconds: float | None) -> str:
     return units.duration(seconds) if seconds >= 59.5 else f"{seconds:.0f} s"
 
 
-def late_after_s(step_time_s: float) -> float:
+def late_after_s(last: MetricsRecord, batches: BatchSizes | None) -> float:
     """Age of the last step, in seconds, from which it is highlighted."""
-    return max(10.0, 5 * step_time_s)
+    growth = 1.0 if batches is None else batches.growth(last.step, last.step + 1)
+    return max(10.0, 5 * last.step_time_s * growth)
 
 
 def step_of(step: int, total: int | None) -> str:

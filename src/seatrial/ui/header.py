@@ -48,7 +48,8 @@ def header_pairs(
             f"{_many(train.global_batch, 'sequence')} x {train.sequence_length:,} = {tokens_a_step:,} tokens per step, "
             f"{_many(job.microbatches, 'microbatch', 'microbatches')} of {train.microbatch}",
         ),
-        ("steps", f"{train.steps:,} steps, {units.count(train.steps * tokens_a_step)} tokens"),
+        *([("batch ramp", f"{train.batches} sequences per step")] if train.batch_ramp else []),
+        ("steps", f"{train.steps:,} steps, {units.count(train.tokens)} tokens"),
         *([] if job.model.init_from is None else [("weights", _weights(Path(job.model.init_from)))]),
         ("precision", train.precision),
         ("data", data_summary),

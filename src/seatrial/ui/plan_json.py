@@ -38,7 +38,7 @@ def document(answer: Answer) -> dict[str, Any]:
             ),
             "architecture": arch.as_dict(),
         },
-        "work": {"steps": train.steps, "tokens_per_step": tokens, "tokens": train.steps * tokens},
+        "work": {"steps": train.steps, "tokens_per_step": tokens, "tokens": train.tokens},
         "cluster": _place(answer.place),
         "stack": answer.stack,
         "own": _job_estimate(answer.own),

@@ -84,7 +84,6 @@ def _lora(arch: Architecture) -> str:
 
 def _header(answer: Answer, width: int) -> Iterator[Line]:
     job, arch, train = answer.job, answer.job.architecture, answer.job.train
-    tokens = train.global_batch * train.sequence_length
     yield f"plan of {job.name}", HEAD
     yield from pair(
         "model",
@@ -94,8 +93,8 @@ def _header(answer: Answer, width: int) -> Iterator[Line]:
     )
     yield from pair(
         "work",
-        f"{many(train.steps, 'step')} of {train.global_batch:,} x {train.sequence_length:,} tokens: "
-        f"{units.count(train.steps * tokens)} tokens, {train.precision}",
+        f"{many(train.steps, 'step')} of {train.batches} x {train.sequence_length:,} tokens: "
+        f"{units.count(train.tokens)} tokens, {train.precision}",
         width,
     )
     yield from pair("cluster", cluster(answer.place), width)

@@ -81,6 +81,11 @@ def _prediction(view: RunView, ranks: int | None) -> tuple[Prediction | None, st
     from seatrial.plan.report.advice import Predictor
 
     job = load_job(view.folder.job_toml)
+    if view.last is not None and view.last.step <= job.train.batches.ramp:
+        return (
+            None,
+            f"the batch is still growing, and the prediction is of steps of {job.train.global_batch:,} sequences",
+        )
     if ranks not in (None, job.layout.world_size):
         return None, f"{ranks} ranks ran, the job has {job.layout.world_size}"
     rates = measured_rates(view.folder.path, job, without=view.folder.path)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from seatrial.base import units
+from seatrial.base.batches import BatchSizes
 from seatrial.record.alerting import open_alerts
 from seatrial.record.events import Event
 from seatrial.record.failure import Failure
@@ -153,19 +154,19 @@ def ledger_pairs(view: RunView) -> list[Pair]:
         text = "\n".join(view.ledger_gaps[:3] + ([f"and {more} more"] if more > 0 else []))
     elif not view.ledger_steps:
         text = "empty"
-    elif view.job.global_batch is None:
+    elif view.job.batches is None:
         text = "unknown: job.toml has no global batch"
     elif left_out:
         text = f"{detail}, {len(left_out):,} of them skipped; every sample of the others seen once"
     else:
         text = f"{detail}, every sample seen once"
     pairs = [Pair("ledger", text, "bold red" if view.ledger_gaps else "")]
-    return [*pairs, left_out_pair(left_out, view.job.global_batch)] if left_out else pairs
+    return [*pairs, left_out_pair(left_out, view.job.batches)] if left_out else pairs
 
 
-def left_out_pair(steps: Sequence[int], global_batch: int | None) -> Pair:
+def left_out_pair(steps: Sequence[int], batches: BatchSizes | None) -> Pair:
     """The steps whose samples were skipped on purpose."""
-    samples = "" if global_batch is None else f" ({len(steps) * global_batch:,} samples)"
+    samples = "" if batches is None else f" ({sum(map(batches.size, steps)):,} samples)"
     return Pair("skipped", f"{figures.steps(steps)}{samples}", "yellow")
 
 
@@ -378,7 +379,7 @@ def _ledger_text(view: RunView) -> str:
         return "gaps"
     if not view.ledger_steps:
         return "empty"
-    return "ok" if view.job.global_batch else "unjudged"
+    return "ok" if view.job.batches else "unjudged"
 
 
 def _ago(seconds: float) -> str:

@@ -86,8 +86,10 @@ def _plan(view: RunView, ranks: int | None, missing: dict[str, str]) -> list[dic
     if predicted is None:
         missing["prediction"] = why
     last, start = view.last, view.first_generation
-    seconds = view.history.column("step_time_s", start)
-    rates = view.history.column("tokens_per_s_per_gpu", start)
+    # A prediction is of steps with the whole batch: there is none while it grows.
+    first = 0 if predicted is None or view.job.batches is None else view.job.batches.ramp + 1
+    seconds = view.history.column("step_time_s", start, first)
+    rates = view.history.column("tokens_per_s_per_gpu", start, first)
     rows = [
         ("steps", "", view.job.steps, view.step or None),
         ("step time", "s", predicted and predicted.step_s, median(seconds) if seconds else None),

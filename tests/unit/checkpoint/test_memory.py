@@ -15,6 +15,7 @@ import torch
 
 from saving import new_manifest, save
 from seatrial.base import process
+from seatrial.base.batches import BatchSizes
 from seatrial.base.box import Box
 from seatrial.checkpoint import memory
 from seatrial.checkpoint.commit import Superseded, fence, index_name, progress_after
@@ -296,7 +297,7 @@ def test_copies_without_an_owner_are_not_a_tensor(run: RunFolder) -> None:
 
 @pytest.mark.parametrize("step", [1, 7])
 def test_the_position_after_a_step_is_where_the_loader_goes_on(step: int) -> None:
-    train = SimpleNamespace(global_batch=12, sequence_length=32)
+    train = SimpleNamespace(batches=BatchSizes.of(12, [(2, 4)]), sequence_length=32)
     progress = progress_after(SimpleNamespace(train=train), step, 3)  # type: ignore[arg-type]
     assert progress.next_sample == BatchLoader.samples(train, step + 1)[0]  # type: ignore[arg-type]
     assert progress.tokens == progress.next_sample * 32

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from seatrial.base.batches import BatchSizes
 from seatrial.control.hangs.deadline import StepDeadline
 
 FIRST_S = 600.0
 
 
-def deadline(**changes: float) -> StepDeadline:
-    values = {"min_s": 10.0, "factor": 5.0, "first_step_s": FIRST_S, **changes}
+def deadline(**changes: Any) -> StepDeadline:
+    values = {"min_s": 10.0, "factor": 5.0, "first_step_s": FIRST_S, "batches": BatchSizes.of(6), **changes}
     return StepDeadline(**values)  # type: ignore[arg-type]
 
 
-def after(steps: int, seconds: float, **changes: float) -> tuple[StepDeadline, float]:
+def after(steps: int, seconds: float, **changes: Any) -> tuple[StepDeadline, float]:
     """A deadline that has seen a first step of 100 s and then `steps` steps; and the time."""
     d, now = deadline(**changes), 1000.0
     d.begin(now)
@@ -76,6 +79,23 @@ def test_news_of_several_steps_at_once_is_shared_out() -> None:
     for i in range(1, 6):
         d.progress(now + i * 12.0, 1 + 3 * i)
     assert d.limit_s == 20.0
+
+
+def test_a_growing_batch_has_a_growing_limit() -> None:
+    d, now = after(10, 4.0, batches=BatchSizes.of(48, [(12, 8), (10, 24)]))  # eleven steps
+    assert d.limit_s == 20.0
+    d.progress(now + 4, 12)
+    assert d.limit_s == 60.0  # the next one has three times as many samples
+    d.progress(now + 4 + 15 * 12, 27)
+    assert d.limit_s == 120.0
+    assert after(0, 0.0, batches=BatchSizes.of(48, [(12, 24)]))[0].limit_s == 500.0
+    d.begin(now)
+    assert d.limit_s == FIRST_S
+    quick = deadline(batches=BatchSizes.of(48, [(12, 24)]))
+    quick.begin(0.0)
+    quick.progress(20.0, 1)
+    quick.extend(20.0)  # a validation, in batches as large as the last ones
+    assert quick.limit_s == 200.0
 
 
 def test_repeated_progress_is_ignored() -> None:

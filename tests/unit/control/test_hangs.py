@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from seatrial.base.batches import BatchSizes
 from seatrial.control.coordinator.hang_watch import Culprit, HangWatch
 from seatrial.control.coordinator.recorder import Recorder
 from seatrial.control.machine.world import World
@@ -30,7 +31,7 @@ class Watch:
         self.gone: set[int] = set()
         resilience = ResilienceSection(hang_min_s=10.0, hang_factor=5.0, first_step_s=100.0)
         recorder = Recorder(self.folder, 1, Lease(1, 0, "127.0.0.1", 1, 0.0))
-        self.hangs = HangWatch(resilience, self._send, recorder, last_step=50)
+        self.hangs = HangWatch(resilience, self._send, recorder, last_step=50, batches=BatchSizes.of(8))
         self.hangs.generation_started(0.0)
 
     def _send(self, node: int, message: msg.ToAgent) -> bool:

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from seatrial.base.batches import BatchSizes
 from seatrial.base.errors import InputError
 from seatrial.data.blend import Blend
 from seatrial.data.loader import NO_TARGET, Batch, BatchLoader
@@ -30,7 +31,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> TokenStore:
 
 
 def loader(store: TokenStore, **changes: int) -> BatchLoader:
-    sizes = {"sequence_length": 9, "global_batch": 8, "seed": 5, "vocab_size": 1000}
+    sizes = {"sequence_length": 9, "batches": BatchSizes.of(8), "seed": 5, "vocab_size": 1000}
     return BatchLoader(store, **{**sizes, **changes})
 
 
@@ -136,6 +137,32 @@ def test_the_next_batch_is_read_while_this_one_is_used(
     assert Counter(mine) == Counter([1, 2, 3, 4, 9, 10, 3, 4, 5, *(1, 9, 3, 5)])
 
 
+def test_a_batch_ramp_continues_the_order_and_is_prefetched(
+    store: TokenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine: list[int] = []
+    real = BatchLoader._read
+
+    def read(self: BatchLoader, step: int, first: int, count: int) -> Batch:
+        if threading.current_thread().name == "MainThread":
+            mine.append(step)
+        return real(self, step, first, count)
+
+    batches = BatchSizes.of(8, [(2, 2), (1, 4)])
+    plain = loader(store, ahead=0)
+    whole = torch.cat([plain.batch(step, 0, 8).ids_BT for step in (1, 2, 3)])
+    monkeypatch.setattr(BatchLoader, "_read", read)
+    data = loader(store, ahead=2, batches=batches)
+    for rank in (0, 1):
+        for step, (begin, end) in enumerate([(0, 2), (2, 4), (4, 8), (8, 16), (16, 24)], 1):
+            assert data.samples(step) == (begin, end)
+            half = (end - begin) // 2
+            rows = data.batch(step, rank * half, half).ids_BT
+            assert torch.equal(rows, whole[begin + rank * half :][:half])
+    data.close()
+    assert mine == [1, 1]
+
+
 def test_nothing_is_read_after_the_last_step(store: TokenStore, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[int] = []
     real = BatchLoader._read
@@ -157,12 +184,12 @@ def test_a_prefetch_error_is_raised_at_its_step(tmp_path: Path) -> None:
     with StoreWriter(tmp_path / "s", ByteTokenizer(), shard_tokens=1 << 20) as w:
         w.append(np.arange(40) % 250, np.array([0]))
         store = w.finish({})
-    plain = loader(store, global_batch=1, ahead=0)
+    plain = loader(store, batches=BatchSizes.of(1), ahead=0)
     order = [int(plain.batch(step, 0, 1).ids_BT[0, 0]) // 9 for step in range(1, 5)]
     # The fourth sample has the largest id of all: too large for this vocabulary.
     last = max(order)
     step = order.index(last) + 1
-    data = loader(store, global_batch=1, vocab_size=last * 9 + 9, ahead=3)
+    data = loader(store, batches=BatchSizes.of(1), vocab_size=last * 9 + 9, ahead=3)
     for before in range(1, step):
         data.batch(before, 0, 1)
     for _ in range(2):
@@ -189,7 +216,7 @@ def test_what_does_not_count_is_no_target(store: TokenStore, tmp_path: Path) -> 
     with StoreWriter(tmp_path / "masked", WideTokenizer(), shard_tokens=70) as w:
         w.append(np.arange(1000, 2000), np.array([0]), counted)
         masked = w.finish({})
-    sizes = {"sequence_length": 9, "global_batch": 8, "seed": 5, "vocab_size": 2000}
+    sizes = {"sequence_length": 9, "batches": BatchSizes.of(8), "seed": 5, "vocab_size": 2000}
     both = BatchLoader([store, masked], **sizes, blend=Blend([0.5, 0.5]))
     whole = BatchLoader([store, masked], **sizes, blend=Blend([0.5, 0.5]), loss="all")
     assert both.masked

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from seatrial.base.batches import BatchSizes
 from seatrial.data.blend import Blend
 from seatrial.data.loader import Batch, BatchLoader
 from seatrial.data.order import sample_index
@@ -19,6 +20,7 @@ from seatrial.record.folder import RunFolder
 from seatrial.record.ledger import LedgerRecord, LedgerWriter, ledger_gaps, read_ledger
 
 T, GLOBAL_BATCH, SEED = 16, 24, 11
+BATCHES = BatchSizes.of(GLOBAL_BATCH)
 RANKS = (1, 2, 3, 4, 8)
 STEPS = 40
 
@@ -46,12 +48,12 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> list[TokenStore]:
 
 
 def one(stores: list[TokenStore], **changes: object) -> BatchLoader:
-    sizes = {"sequence_length": T, "global_batch": GLOBAL_BATCH, "seed": SEED, "vocab_size": 1 << 20}
+    sizes = {"sequence_length": T, "batches": BATCHES, "seed": SEED, "vocab_size": 1 << 20}
     return BatchLoader(stores[0], **(sizes | changes))  # type: ignore[arg-type]
 
 
 def blended(stores: list[TokenStore], **changes: object) -> BatchLoader:
-    sizes = {"sequence_length": T, "global_batch": GLOBAL_BATCH, "seed": SEED, "vocab_size": 1 << 20}
+    sizes = {"sequence_length": T, "batches": BATCHES, "seed": SEED, "vocab_size": 1 << 20}
     return BatchLoader(stores, blend=Blend([0.6, 0.3, 0.1]), **(sizes | changes))  # type: ignore[arg-type]
 
 
@@ -181,7 +183,7 @@ def test_ledger_is_exact_after_100_stops_and_size_changes(
     assert stops >= 100
     records, problems = read_ledger(folder)
     assert not problems
-    assert not ledger_gaps([r for r in records if r.step <= saved], GLOBAL_BATCH)
+    assert not ledger_gaps([r for r in records if r.step <= saved], BATCHES)
     for step in range(1, saved + 1):
         assert same(trained[step], reference.batch(step, 0, GLOBAL_BATCH)), step
 
@@ -198,9 +200,9 @@ def test_a_blend_needs_as_many_stores(stores: list[TokenStore]) -> None:
                 wrong,
                 blend=Blend([1, 1, 1]),
                 sequence_length=T,
-                global_batch=8,
+                batches=BatchSizes.of(8),
                 seed=1,
                 vocab_size=1 << 20,
             )
     with pytest.raises(ValueError, match="3 stores with None"):
-        BatchLoader(stores, sequence_length=T, global_batch=8, seed=1, vocab_size=1 << 20)
+        BatchLoader(stores, sequence_length=T, batches=BatchSizes.of(8), seed=1, vocab_size=1 << 20)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from large_stores import write_sparse
 
+from seatrial.base.batches import BatchSizes
 from seatrial.data.loader import BatchLoader
 from seatrial.data.store import TokenStore
 
@@ -30,7 +31,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_loader(folder: Path) -> BatchLoader:
     # Sizes are compared by whoever starts the run, once, not by each rank.
     store = TokenStore.open(folder, check_sizes=False)
-    return BatchLoader(store, sequence_length=T, global_batch=GLOBAL_BATCH, seed=1, vocab_size=257, ahead=0)
+    return BatchLoader(
+        store, sequence_length=T, batches=BatchSizes.of(GLOBAL_BATCH), seed=1, vocab_size=257, ahead=0
+    )
 
 
 @pytest.mark.cluster  # slow

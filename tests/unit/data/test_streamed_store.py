@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from seatrial.base.batches import BatchSizes
 from seatrial.base.errors import InputError
 from seatrial.data import stream as stream_module
 from seatrial.data import writer
@@ -73,7 +74,7 @@ def cached(remote: Path) -> int:
 
 
 def loader(store: TokenStore, **changes: object) -> BatchLoader:
-    sizes = {"sequence_length": 50, "global_batch": 16, "seed": 5, "vocab_size": 1 << 20}
+    sizes = {"sequence_length": 50, "batches": BatchSizes.of(16), "seed": 5, "vocab_size": 1 << 20}
     return BatchLoader(store, **(sizes | changes))  # type: ignore[arg-type]
 
 

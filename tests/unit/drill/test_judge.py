@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from seatrial.base.batches import BatchSizes
 from seatrial.base.errors import RunFailed
 from seatrial.drill.evidence import Criteria, Evidence, Replay, read_evidence
 from seatrial.drill.expectation import Expectation
@@ -66,7 +67,7 @@ class Story:
     injections: list[Injection] = field(default_factory=list)
     criteria: Criteria = field(
         default_factory=lambda: Criteria(
-            STEPS, BATCH, 3, 4, {s: (loss(s), 2.0 / s) for s in range(1, STEPS + 1)}
+            STEPS, BatchSizes.of(BATCH), 3, 4, {s: (loss(s), 2.0 / s) for s in range(1, STEPS + 1)}
         )
     )
     more: dict[str, Any] = field(default_factory=dict)

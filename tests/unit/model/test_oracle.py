@@ -58,10 +58,8 @@ def test_logits_loss_and_every_gradient(arch: Architecture, oracle: Oracle) -> N
     balances = arch.router_aux_loss_coef > 0
     asked = {"output_router_logits": True} if balances else {}
     expected = theirs(ids, labels=ids, **asked)
-    balance = LoadBalancing(
-        arch.router_aux_loss_coef, rows=ids.numel() * arch.sparse_layers, share=1.0, ranks=1
-    )
-    ours.balance = balance
+    balance = LoadBalancing(arch.router_aux_loss_coef, rows=ids.numel() * arch.sparse_layers, ranks=1)
+    balance.share, ours.balance = 1.0, balance
     logits = ours(ids)
     loss = _loss(logits, ids)
     expected.loss.backward()

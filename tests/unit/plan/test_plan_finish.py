@@ -36,6 +36,19 @@ def run(
     )
 
 
+def test_a_batch_ramp_adds_its_phases() -> None:
+    at = {"rate": BY_NAME["llama-3"], "storage_gb_s": 20.0, "every_steps": 500}
+    half = predict(MODEL, replace(REFERENCE, global_batch=512), CLUSTER)
+    whole = finish(STEP, MODEL, REFERENCE, CLUSTER, 20000, **at)
+    found = finish(STEP, MODEL, REFERENCE, CLUSTER, 20000, **at, ramp=[(4000, half)])
+    assert 0.5 * STEP.step_s < half.step_s < 0.6 * STEP.step_s
+    assert found.wall_s == pytest.approx((20000 * STEP.step_s + 4000 * half.step_s) / found.ettr)
+    assert found.ettr == whole.ettr
+    assert sum(s.share for s in found.waterfall) == pytest.approx(1.0, rel=1e-9)
+    assert sum(s.seconds for s in found.waterfall) == pytest.approx(found.wall_s, rel=1e-9)
+    assert found.mfu < whole.mfu  # the pipeline is idle longer
+
+
 def test_the_whole_run_adds_up() -> None:
     found = run()
     assert sum(s.share for s in found.waterfall) == pytest.approx(1.0, rel=1e-9)

@@ -93,12 +93,13 @@ def test_without_compilation_it_is_another_stack(tmp_path: Path) -> None:
         ({"device": "NVIDIA H200"}, "it ran on NVIDIA H200"),
         ({"device": "cpu"}, "it ran on cpu"),
         ({"steps": 20}, "15 usable steps, 20 are needed"),
+        ({"of": "train.batch_ramp=[{steps=50, global_batch=64}]"}, "10 usable steps, 20 are needed"),
         ({"ranks": 8}, "0 usable steps"),
         ({"wait_s": 5.0}, "waiting for data"),
     ],
 )
 def test_unusable_runs_and_their_reasons(tmp_path: Path, more: dict[str, object], text: str) -> None:
-    made(tmp_path, job(), 25.0, **more)  # type: ignore[arg-type]
+    made(tmp_path, job(*[more.pop("of")] if "of" in more else []), 25.0, **more)  # type: ignore[arg-type, list-item]
     found = measured_rates(tmp_path / "auto", job())
     assert found.paces == ()
     assert text in found.unused[0]

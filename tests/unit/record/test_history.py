@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from run_histories import BATCH, HISTORIES, Run
 
+from seatrial.base.batches import BatchSizes
 from seatrial.record import events
 from seatrial.record import view as view_module
 from seatrial.record.folder import RunFolder
@@ -23,6 +24,7 @@ from seatrial.record.ledger import LedgerRecord, ledger_gaps
 from seatrial.record.metrics import MetricsRecord, current_history
 from seatrial.record.view import RunReader, read_brief, read_view
 
+BATCHES = BatchSizes.of(BATCH)
 JOB = f"[train]\nsteps = 2000\nglobal_batch = {BATCH}\nsequence_length = 16\n"
 
 
@@ -124,9 +126,9 @@ def test_what_contradicts_the_ledger_is_never_passed_over(history: list[tuple[An
         )
     )
     changed = ledger[:at] + change + ledger[at + 1 :]
-    if ledger_gaps(changed, BATCH):
+    if ledger_gaps(changed, BATCHES):
         book = book_of(changed)
-        assert book.odd or book.batch != BATCH
+        assert book.odd or book.batches != BATCHES
 
 
 # -- how long it takes to the end
@@ -134,12 +136,12 @@ def test_what_contradicts_the_ledger_is_never_passed_over(history: list[tuple[An
 
 def etas(seconds: list[float], generations: list[int] | None = None, total: int = 400) -> list[float]:
     """The ETA after each step that tells one."""
-    pace, told = Pace(), []
+    pace, told = Pace(BATCHES), []
     for step, (s, generation) in enumerate(
         zip(seconds, generations or [1] * len(seconds), strict=True), start=1
     ):
-        pace.add(generation, s)
-        eta = pace.eta_s(total - step)
+        pace.add(generation, step, s)
+        eta = pace.eta_s(step, total)
         told += [] if eta is None else [eta]
     return told
 
@@ -186,15 +188,25 @@ def test_the_eta_follows_a_lasting_change() -> None:
     assert told[-1] == pytest.approx(2.0 * (400 - 160))
 
 
+def test_the_eta_knows_that_the_batch_grows() -> None:
+    pace, batches = Pace(BatchSizes.of(8, [(50, 2), (50, 4)])), BatchSizes.of(8, [(50, 2), (50, 4)])
+    for step in range(1, 200):
+        pace.add(1, step, 0.5 * batches.size(step))
+        if step > 1:
+            assert pace.eta_s(step, 400) == pytest.approx(
+                0.5 * (50 * 2 + 50 * 4 + 300 * 8 - batches.total(step))
+            )
+
+
 def test_without_enough_steps_there_is_no_eta() -> None:
-    pace = Pace()
-    assert pace.eta_s(10) is None
-    pace.add(1, 57.0)
-    assert pace.eta_s(10) is None, "a first step tells nothing of those that follow"
-    pace.add(1, 2.0)
-    pace.add(1, float("nan"))
-    assert (pace.eta_s(10), pace.eta_s(-3)) == (20.0, 0.0)
-    assert pace.eta_s(10, since=2) is None, "another start may be on another machine"
+    pace = Pace(BATCHES)
+    assert pace.eta_s(0, 10) is None
+    pace.add(1, 1, 57.0)
+    assert pace.eta_s(1, 11) is None, "a first step tells nothing of those that follow"
+    pace.add(1, 2, 2.0)
+    pace.add(1, 3, float("nan"))
+    assert (pace.eta_s(2, 12), pace.eta_s(12, 9)) == (20.0, 0.0)
+    assert pace.eta_s(2, 12, since=2) is None, "another start may be on another machine"
 
 
 # -- reading on

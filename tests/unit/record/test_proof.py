@@ -12,6 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from run_histories import BATCH, HISTORIES, Run
 
+from seatrial.base.batches import BatchSizes
 from seatrial.record import events
 from seatrial.record.audit import audit
 from seatrial.record.folder import RunFolder
@@ -19,9 +20,11 @@ from seatrial.record.jsonl import append_line, encode
 from seatrial.record.ledger import LedgerRecord, LedgerWriter, ledger_gaps, read_ledger
 from seatrial.record.proof import Evidence, Proof, prove
 
+BATCHES = BatchSizes.of(BATCH)
+
 
 def judge(ledger: list[LedgerRecord], evidence: Evidence | None = None) -> Proof:
-    return prove(enumerate(ledger, 1), BATCH, evidence)
+    return prove(enumerate(ledger, 1), BATCHES, evidence)
 
 
 def told(proof: Proof) -> list[str]:
@@ -51,7 +54,7 @@ def test_no_false_alarm(history: list[tuple[Any, ...]]) -> None:
     assert proof.trained_samples == BATCH * sum(not left_out for left_out in run.done.values())
     assert proof.redone >= 0
     # What `watch` shows has to agree.
-    assert ledger_gaps(run.ledger, BATCH) == []
+    assert ledger_gaps(run.ledger, BATCHES) == []
 
 
 def meaning(ledger: list[LedgerRecord]) -> dict[int, tuple[list[LedgerRecord], set[LedgerRecord]]]:
@@ -231,7 +234,7 @@ def test_a_skipped_step_has_seen_no_samples() -> None:
 
 def test_without_a_global_batch_it_is_not_judged() -> None:
     assert prove(enumerate(lines(1, 1, 3), 1), None).verdict == "unjudged"
-    assert prove([], BATCH).verdict == "empty"
+    assert prove([], BATCHES).verdict == "empty"
 
 
 def test_a_checkpoint_must_agree() -> None:
@@ -320,4 +323,4 @@ def test_a_step_left_out_again_after_a_rollback_is_done_once(folder: RunFolder) 
     writer.close()
     records, _ = read_ledger(folder)
     assert [r.step for r in records] == [1, 2, 3, 4]
-    assert ledger_gaps(records, BATCH) == []
+    assert ledger_gaps(records, BATCHES) == []

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from seatrial.base.batches import BatchSizes
 from seatrial.base.files import parse_json
 from seatrial.record import recent
 from seatrial.record.folder import RunFolder
@@ -92,17 +93,17 @@ def test_a_step_that_was_left_out_is_in_the_ledger(folder: RunFolder) -> None:
     read, problems = read_ledger(folder)
     assert problems == []
     assert [r.skipped for r in read] == [False, True, False]
-    assert ledger_gaps(read, 8) == []
+    assert ledger_gaps(read, BatchSizes.of(8)) == []
 
 
 def test_trained_taken_back_and_left_out_in_one_generation(folder: RunFolder) -> None:
     write(folder, ledger(1), ledger(2), ledger(2, skipped=True), ledger(3))
     read, _ = read_ledger(folder)
-    assert ledger_gaps(read, 8) == []
+    assert ledger_gaps(read, BatchSizes.of(8)) == []
     assert [r.step for r in read if r.skipped] == [2]
     # After a rollback to before it, it is left out again; nothing is done twice.
     write(folder, ledger(2, skipped=True))
-    assert ledger_gaps(read_ledger(folder)[0], 8) == []
+    assert ledger_gaps(read_ledger(folder)[0], BatchSizes.of(8)) == []
 
 
 def test_a_ledger_of_an_older_version(folder: RunFolder) -> None:

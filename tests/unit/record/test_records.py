@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from seatrial.base.batches import BatchSizes
 from seatrial.record import events
 from seatrial.record.events import read_events
 from seatrial.record.folder import RunFolder
@@ -143,7 +144,7 @@ def test_ledger_round_trip_keeps_what_the_check_must_see(folder: RunFolder) -> N
     read, problems = read_ledger(folder)
     assert problems == []
     assert read == ledger((1, 0, 8, 1), (2, 8, 16, 1), (3, 16, 24, 2), (3, 16, 24, 2))
-    assert ledger_gaps(read, 8) == ["step 3 was done twice in generation 2"]
+    assert ledger_gaps(read, BatchSizes.of(8)) == ["step 3 was done twice in generation 2"]
 
 
 @pytest.mark.parametrize(
@@ -167,39 +168,42 @@ def test_ledger_round_trip_keeps_what_the_check_must_see(folder: RunFolder) -> N
     ],
 )
 def test_ledger_gaps(rows: list[tuple[int, int, int, int]], gaps: list[str]) -> None:
-    assert ledger_gaps(ledger(*rows), 8) == gaps
+    assert ledger_gaps(ledger(*rows), BatchSizes.of(8)) == gaps
 
 
 @settings(max_examples=100, deadline=None)
 @given(
     steps=st.integers(1, 30),
-    batch=st.integers(1, 9),
+    sizes=st.sets(st.integers(1, 9), min_size=1, max_size=3),
+    phase=st.integers(1, 12),
     restarts=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 10)), max_size=4),
     damage=st.integers(0, 2),
     where=st.integers(1, 30),
 )
 def test_ledger_of_any_history_is_whole_until_a_step_is_damaged(
-    steps: int, batch: int, restarts: list[tuple[int, int]], damage: int, where: int
+    steps: int, sizes: set[int], phase: int, restarts: list[tuple[int, int]], damage: int, where: int
 ) -> None:
     """Resuming from any earlier step leaves no gap; removing, moving or repeating one last record does."""
-    records = [LedgerRecord(s, (s - 1) * batch, s * batch, 1) for s in range(1, steps + 1)]
+    *ramp, batch = sorted(sizes)
+    batches = BatchSizes.of(batch, [(phase, size) for size in ramp])
+    records = [LedgerRecord(s, *batches.samples(s), 1) for s in range(1, steps + 1)]
     for generation, (back, n) in enumerate(restarts, 2):
         start = min(back, steps)
         records += [
-            LedgerRecord(s, (s - 1) * batch, s * batch, generation)
+            LedgerRecord(s, *batches.samples(s), generation)
             for s in range(start + 1, min(start + n, steps) + 1)
         ]
-    assert ledger_gaps(records, batch) == []
+    assert ledger_gaps(records, batches) == []
     step = 1 + where % steps
     last = max((r for r in records if r.step == step), key=lambda r: r.generation)
     others = [r for r in records if r is not last]
     if damage == 0 and step < steps:
-        assert ledger_gaps([r for r in records if r.step != step], batch)
+        assert ledger_gaps([r for r in records if r.step != step], batches)
     elif damage == 1:
         moved = dataclasses.replace(last, first_sample=last.first_sample + 1, end_sample=last.end_sample + 1)
-        assert ledger_gaps([*others, moved], batch)
+        assert ledger_gaps([*others, moved], batches)
     elif damage == 2:
-        assert ledger_gaps([*records, last], batch)
+        assert ledger_gaps([*records, last], batches)
 
 
 def test_events(folder: RunFolder) -> None:

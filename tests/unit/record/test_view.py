@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from seatrial.base.batches import BatchSizes
 from seatrial.record import events, lock
 from seatrial.record.failure import RankError
 from seatrial.record.folder import RunFolder
@@ -31,6 +32,26 @@ def steps(folder: RunFolder, *numbers: int, generation: int = 1, in_ledger: bool
             ledger.write(LedgerRecord(n, (n - 1) * 8, n * 8, generation))
     metrics.close()
     ledger.close()
+
+
+def test_a_batch_ramp_is_followed(folder: RunFolder) -> None:
+    folder.job_toml.write_text(JOB + "[[train.batch_ramp]]\nsteps = 4\nglobal_batch = 2\n")
+    batches = BatchSizes.of(8, [(4, 2)])
+    metrics, ledger = MetricsWriter(folder), LedgerWriter(folder)
+    for n in range(1, 8):
+        first, end = batches.samples(n)
+        ledger.write(LedgerRecord(n, first, end, 1, skipped=n in (2, 6)))
+        if n not in (2, 6):
+            metrics.write(MetricsRecord(n, end * 16, 5.0, 1.0, 1e-3, 2.0, 0.0, 8.0, 8.0, None, None, n, 1))
+        if n == 4:
+            early = read_view(folder).eta_s
+    view = read_view(folder)
+    assert (view.job.batches, view.ledger_gaps, view.skipped_steps) == (batches, [], [2, 6])
+    assert (view.skipped_samples, view.tokens) == (10, (4 * 2 + 3 * 8 - 10) * 16)
+    assert early == pytest.approx(196 * 4 * 2.0)  # each has four times the samples
+    assert view.eta_s == pytest.approx(193 * 8 * (2 / 2 + 2 / 2 + 2 / 8 + 2 / 8) / 4)
+    ledger.write(LedgerRecord(8, *batches.samples(5), 1))
+    assert len(read_view(folder).ledger_gaps) == 1
 
 
 def checkpoint(folder: RunFolder, step: int, *, complete: bool = True) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from rank_cases import ARCH, SETTINGS, mesh
 from torch import Tensor
 
+from seatrial.base.batches import BatchSizes
 from seatrial.data.loader import Batch
 from seatrial.hardware import accelerator
 from seatrial.job import Job, job_from_text, preset_text
@@ -48,9 +49,10 @@ class Batches:
     """Data that the step's number determines; each row counts up from a start of its own."""
 
     masked = False
+    batches = BatchSizes.of(BATCH)
 
     def samples(self, step: int) -> tuple[int, int]:
-        return (step - 1) * BATCH, step * BATCH
+        return self.batches.samples(step)
 
     def batch(self, step: int, first: int, count: int) -> Batch:
         generator = torch.Generator().manual_seed(step)
@@ -62,7 +64,7 @@ class Batches:
 class ValidationBatches(Batches):
     """Others, in two batches."""
 
-    global_batch, sequence_length = BATCH, LENGTH
+    sequence_length = LENGTH
 
     def batch(self, step: int, first: int, count: int) -> Batch:
         return super().batch(1000 + step, first, count)
@@ -156,8 +158,7 @@ class Run:
         self.folder.generation_file.write_text(str(generation))
         place = place or mesh(device=accelerator.claim("cuda", 0) if late else None)
         job = make_job(root, *overrides)
-        settings = replace(SETTINGS, microbatches=job.microbatches)
-        self.model = ParallelModel(arch, place, settings, RandomWeights(arch, 0))
+        self.model = ParallelModel(arch, place, SETTINGS, RandomWeights(arch, 0))
         self.optimizer = build_optimizer(self.model.shards, job.optimizer, place)
         self.watcher = Watcher(leave or {})
         self.copies = keeping(self.model, self.optimizer)

@@ -37,7 +37,7 @@ ARCH = Architecture(
     qkv_bias=True,
     qk_norm=False,
 )
-SETTINGS = Settings(sequence_length=16, microbatch=2, microbatches=2, global_tokens=64)
+SETTINGS = Settings(sequence_length=16, microbatch=2)
 OPTIMIZER = OptimizerSection(lr=1e-2)
 
 

@@ -12,6 +12,7 @@ from loop_cases import BATCH, Run, flip_bit, make_job, same
 from torch import Tensor
 
 import late_device
+from seatrial.base.batches import BatchSizes
 from seatrial.base.errors import RunFailed
 from seatrial.checkpoint.manifest import named, step_of
 from seatrial.checkpoint.write import SaveFailed
@@ -36,7 +37,7 @@ def values(folder: RunFolder) -> list[tuple[int, float, float, float]]:
 def assert_ledger_is_whole(folder: RunFolder, steps: int = 8, skipped: tuple[int, ...] = ()) -> None:
     records, problems = read_ledger(folder)
     assert problems == []
-    assert ledger_gaps(records, BATCH) == []
+    assert ledger_gaps(records, BatchSizes.of(BATCH)) == []
     assert [r.step for r in records] == list(range(1, steps + 1))
     assert tuple(r.step for r in records if r.skipped) == skipped
 

@@ -116,9 +116,8 @@ class Ranks:
         self.now = 1000.0
         monkeypatch.setattr(cadence_module.time, "monotonic", lambda: self.now)
         monkeypatch.setattr(saver_module.time, "perf_counter", lambda: self.now)
-        loader = SimpleNamespace(samples=lambda step: ((step - 1) * 6, step * 6))
         self.savers = [
-            Saver(job, self.folder, 1, self._model(job, r), None, loader, self._records(r))  # type: ignore[arg-type]
+            Saver(job, self.folder, 1, self._model(job, r), None, self._records(r))  # type: ignore[arg-type]
             for r in range(RANKS)
         ]
         self.writers: list[FakeWriter] = [s._writer for s in self.savers]  # type: ignore[misc]

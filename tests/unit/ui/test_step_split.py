@@ -22,11 +22,11 @@ from seatrial.ui.summary import print_summary, summary_json
 STEP_S, MFU, STEPS = 10.0, 0.4, 40
 
 
-def run_on(tmp_path: Path, device: str, ranks: int = 8) -> RunFolder:
+def run_on(tmp_path: Path, device: str, ranks: int = 8, *changes: str) -> RunFolder:
     """A run of eight ranks, whose steps are steady enough to give a pace to others."""
     folder = RunFolder(tmp_path / "runs" / "a-run")
     folder.control.mkdir(parents=True)
-    job = preset_job("qwen2.5-7b-h200", "data.tokenizer=x.json", folder=tmp_path)
+    job = preset_job("qwen2.5-7b-h200", "data.tokenizer=x.json", *changes, folder=tmp_path)
     folder.job_toml.write_text(job.to_toml())
     plan = {"layout": job.layout.as_dict(), "architecture": job.architecture.as_dict()}
     folder.plan_json.write_text(json.dumps(plan))
@@ -90,6 +90,12 @@ def test_on_a_cpu_it_is_seconds_of_a_step_only(tmp_path: Path) -> None:
 
 def test_fewer_ranks_than_the_job_has_are_not_compared(tmp_path: Path) -> None:
     assert "no prediction: 6 ranks ran, the job has 8" in told(run_on(tmp_path, "NVIDIA H200", 6))
+
+
+def test_steps_of_a_batch_that_still_grows_are_not_compared(tmp_path: Path) -> None:
+    ramp = f"train.batch_ramp=[{{steps={STEPS}, global_batch=64}}]"
+    folder = run_on(tmp_path, "NVIDIA H200", 8, ramp)
+    assert "no prediction: the batch is still growing, and the prediction is of steps of" in told(folder)
 
 
 def test_damaged_files_are_reported(tmp_path: Path) -> None:

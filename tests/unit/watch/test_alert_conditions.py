@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from alert_cases import NOW, event, fired, judge, samples, situation, steps
 
+from seatrial.base.batches import BatchSizes
 from seatrial.base.errors import InternalError
 from seatrial.cli.main import declare
 from seatrial.job.alert_rules import load, rules
@@ -165,6 +166,13 @@ def test_no_progress_by_the_age_of_the_last_step() -> None:
     assert judge("no_progress", steps=old, total_steps=100) is None
     slow = steps(100, step_time_s=20.0, time=lambda step: NOW - 190 - (100 - step))
     assert judge("no_progress", steps=slow) is None  # 10 of these steps are 200 s
+
+
+def test_a_step_with_a_larger_batch_may_take_longer() -> None:
+    old = steps(100, step_time_s=5.0, time=lambda step: NOW - 190 - (100 - step))
+    assert judge("no_progress", steps=old) is not None
+    assert judge("no_progress", steps=old, batches=BatchSizes.of(128, [(100, 32)])) is None
+    assert judge("no_progress", steps=old, batches=BatchSizes.of(128, [(101, 32)])) is not None
 
 
 def test_no_progress_from_the_start() -> None:

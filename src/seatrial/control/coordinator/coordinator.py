@@ -103,7 +103,10 @@ class Coordinator:
         self.snapshots = SnapshotMap(
             self.folder, places, job.checkpoint.read_back, self.peers.send, self._flushed
         )
-        self.hangs = HangWatch(job.resilience, self.peers.send, self.recorder, last_step=job.train.steps)
+        train = job.train
+        self.hangs = HangWatch(
+            job.resilience, self.peers.send, self.recorder, last_step=train.steps, batches=train.batches
+        )
         self.executor = Executor(
             spec, job, inputs, self.shapes, self.peers, self.snapshots, self.recorder, hold
         )

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from seatrial.base.batches import BatchSizes
 from seatrial.control.coordinator.links import SlowLink
 from seatrial.control.coordinator.recorder import Recorder
 from seatrial.control.hangs.blame import Blame, Kind, Sighting, find_blame
@@ -49,12 +50,14 @@ class HangWatch:
         recorder: Recorder,
         *,
         last_step: int,
+        batches: BatchSizes,
     ) -> None:
         """`last_step`: after it no step is expected, only a last save and rank 0's sample."""
         self._deadline = StepDeadline(
             min_s=resilience.hang_min_s,
             factor=resilience.hang_factor,
             first_step_s=resilience.first_step_s,
+            batches=batches,
         )
         self._send, self._recorder = send, recorder
         self.step = 0  # the last one that all ranks have completed in this run

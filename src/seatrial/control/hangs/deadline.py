@@ -2,6 +2,8 @@
 
     limit = max(min_s, factor x median of the last steps)
 
+While the batch grows (`train.batch_ramp`) durations are scaled to that of the step that is waited for.
+
 The first step after a start takes longer without being a hang (reading, compiling, rendezvous): it has its own limit,
 `factor` times the longest one seen so far, if any. A checkpoint is written in parallel with the steps and adds nothing.
 """
@@ -11,6 +13,8 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
+from seatrial.base.batches import BatchSizes
+
 # Enough that one slow step does not move the median, few enough to follow a change within minutes.
 _STEPS = 32
 
@@ -18,14 +22,18 @@ _STEPS = 32
 class StepDeadline:
     """When the current step is overdue. Times are seconds on one clock of the caller's choice."""
 
-    def __init__(self, *, min_s: float, factor: float, first_step_s: float) -> None:
+    def __init__(self, *, min_s: float, factor: float, first_step_s: float, batches: BatchSizes) -> None:
         self._min_s, self._factor, self._first_step_s = min_s, factor, first_step_s
-        self._steps: deque[float] = deque(maxlen=_STEPS)  # seconds each
+        self._batches = batches
+        self._steps: deque[float] = deque(maxlen=_STEPS)  # seconds each, of the largest batch
+        self._share = 1.0  # of the largest batch, in what is waited for
         self._since: float | None = None  # None: no step is expected
         self._step: int | None = None  # the last one completed in this generation
-        self._first_took: float | None = None  # the best guess until there is another step
+        self._first_took: float | None = None  # the same: the best guess until there is another step
         self._whole = False
-        self._longest_first = 0.0  # from a generation's start to its first step's end; 0: none was seen
+        self._longest_first = (
+            0.0  # from a generation's start to its first step's end, the same; 0: none was seen
+        )
 
     def begin(self, now: float, *, whole: bool = False) -> None:
         """A generation starts: its first step has its own limit. Learned durations are kept.
@@ -40,7 +48,7 @@ class StepDeadline:
         `whole`: until the next news the limit is all of `first_step_s`.
         """
         if self._since is not None:
-            self._since, self._whole = now, whole
+            self._since, self._whole, self._share = now, whole, 1.0
 
     def end(self) -> None:
         """No step is expected until the next generation begins."""
@@ -54,13 +62,16 @@ class StepDeadline:
         """
         if self._since is None or (self._step is not None and step <= self._step):
             return False
-        gap = now - self._since
+        gap, batches = now - self._since, self._batches
+        share = batches.size(step) / batches.largest
         if self._step is None:
-            self._first_took = gap if seconds is None else seconds
-            self._longest_first = max(self._longest_first, gap)
+            self._first_took = (gap if seconds is None else seconds) / share
+            self._longest_first = max(self._longest_first, gap / share)
         else:
-            self._steps.append(gap / (step - self._step) if seconds is None else seconds)
+            shares = (batches.total(step) - batches.total(self._step)) / batches.largest
+            self._steps.append(gap / shares if seconds is None else seconds / share)
         self._since, self._step, self._whole = now, step, False
+        self._share = batches.size(step + 1) / batches.largest
         return True
 
     def _usual(self) -> float | None:
@@ -72,7 +83,7 @@ class StepDeadline:
         usual = self._usual()
         if self._step is None or usual is None or self._whole:
             return self._first_limit_s
-        return max(self._min_s, self._factor * usual)
+        return max(self._min_s, self._factor * usual * self._share)
 
     @property
     def _first_limit_s(self) -> float:

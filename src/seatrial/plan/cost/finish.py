@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -74,10 +75,11 @@ def finish(
     storage_gb_s: float,
     max_unsaved_s: float = 14400.0,
     every_steps: int | None = None,
+    ramp: Sequence[tuple[int, Prediction]] = (),
 ) -> Finish:
-    """Forecast `steps` steps on nodes that fail at `rate`, with storage that reads and writes `storage_gb_s`.
+    """Forecast `steps` steps, after those of a batch `ramp` with predictions of their own, on nodes that fail at `rate`, with storage that reads and writes `storage_gb_s`.
 
-    It saves every `every_steps`, or at Young's interval, which is `interval` in both cases.
+    The chances of a failure and the costs of saves are those of the steps after the ramp. It saves every `every_steps`, or at Young's interval, which is `interval` in both cases.
 
     ETTR is the renewal process of `ettr.py` with one kind of failure: a restart from the newest checkpoint, in new
     processes on available nodes. ValueError if steps, rate or bandwidth are not above 0.
@@ -112,10 +114,15 @@ def finish(
         disk_lag_s=write,
     )
     ettr = renewal(case)
-    work = steps * prediction.step_s
+    phases = [*ramp, (steps, prediction)]
+    work = math.fsum(n * step.step_s for n, step in phases)
     wall = work / ettr
     saving = ettr * stall / interval_s
-    shares = [Share(s.name, s.share * ettr, s.seconds * steps) for s in prediction.waterfall]
+    seconds = [
+        math.fsum(n * part.seconds for (n, _), part in zip(phases, parts, strict=True))
+        for parts in zip(*(step.waterfall for _, step in phases), strict=True)
+    ]
+    shares = [Share(s.name, took / wall, took) for s, took in zip(prediction.waterfall, seconds, strict=True)]
     shares.append(Share("saving checkpoints", saving, saving * wall))
     shares.append(Share("failures and recovery", 1 - ettr - saving, (1 - ettr - saving) * wall))
     return Finish(

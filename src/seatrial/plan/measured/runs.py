@@ -123,7 +123,8 @@ def _read(folder: RunFolder, gpu: Gpu, name: str, deterministic: bool) -> _Run:
         raise _UnusableError(f"train.deterministic = {str(job.train.deterministic).lower()} there")
     launched = max((e.generation for e in events if e.kind == "run_started"), default=0)
     records = [r for r in recent_metrics(folder, NEWEST_STEPS) if r.generation >= launched]
-    steady = _steady(records, job.layout.world_size)
+    # The planner's step has the whole batch.
+    steady = [r for r in _steady(records, job.layout.world_size) if r.step > job.train.batches.ramp]
     if len(steady) < ENOUGH_STEPS:
         raise _UnusableError(f"it has {len(steady)} usable steps, {ENOUGH_STEPS} are needed")
     step = median(r.step_time_s for r in steady)

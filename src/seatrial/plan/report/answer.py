@@ -164,16 +164,21 @@ def answer(
     if cluster is not None and prediction is not None:
         sizes = w.nodes or usual_nodes(cluster)
         for mode in MODES:
-            at = (job, mine.recipe, cluster)
+            at = (job.without_ramp(), mine.recipe, cluster)  # other sizes might not divide its batches
             curves.append(scaling(*at, mode=mode, nodes=sizes, calibration=calibration, stack=w.stack))
         if found is not None:
             beyond = beyond_memory(Predictor(job, cluster, w.stack, calibration), found)
         if found is not None and cluster.nodes > 1:
             known = {cluster.nodes: found}
             best = best_scaling(
-                job, cluster, nodes=(1, *known), known=known, calibration=calibration, stack=w.stack
+                job.without_ramp(),
+                cluster,
+                nodes=(1, *known),
+                known=known,
+                calibration=calibration,
+                stack=w.stack,
             )
-        forecast = _forecast(job, mine.recipe, cluster, prediction, w)
+        forecast = _forecast(job, mine.recipe, cluster, prediction, w, calibration)
         if w.look_further or w.targets:
             more = advice(job, mine.recipe, prediction, cluster, found, w.stack, calibration)
             end = None if forecast is None else forecast.finish
@@ -266,12 +271,31 @@ def _enough(
 
 
 def _forecast(
-    job: Job, recipe: Recipe, cluster: Cluster, prediction: Prediction, w: PlanOptions
+    job: Job,
+    recipe: Recipe,
+    cluster: Cluster,
+    prediction: Prediction,
+    w: PlanOptions,
+    calibration: Calibration | None,
 ) -> RunForecast | None:
     """Forecast the run; None if saves or failures leave no time for training."""
     rate = w.storage_gb_s or STORAGE_GB_S
     every = job.checkpoint.every_steps
     steps = job.train.steps
+    *growing, (last_steps, _) = job.train.batches.within(steps)
+    ramp = [
+        (
+            n,
+            predict(
+                job.architecture,
+                replace(recipe, global_batch=size),
+                cluster,
+                stack=w.stack,
+                calibration=calibration,
+            ),
+        )
+        for n, size in growing
+    ]
 
     def ended(gb_s: float, at: int | None) -> Finish:
         return finish(
@@ -279,11 +303,12 @@ def _forecast(
             job.architecture,
             recipe,
             cluster,
-            steps,
+            last_steps,
             rate=w.rate,
             storage_gb_s=gb_s,
             max_unsaved_s=job.checkpoint.max_unsaved_s,
             every_steps=at,
+            ramp=ramp,
         )
 
     try:

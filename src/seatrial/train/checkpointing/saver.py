@@ -21,11 +21,9 @@ import torch
 
 from seatrial.base import units
 from seatrial.base.errors import RunFailed, SeatrialError
-from seatrial.checkpoint.commit import new_manifest
-from seatrial.checkpoint.manifest import Progress
+from seatrial.checkpoint.commit import new_manifest, progress_after
 from seatrial.checkpoint.staging import AsyncWriter, Outcome
 from seatrial.checkpoint.write import PeerSaveFailed, Piece, SaveFailed
-from seatrial.data.loader import BatchLoader
 from seatrial.hardware.accelerator import is_accelerator
 from seatrial.job import Job
 from seatrial.parallel.build import ParallelModel
@@ -57,13 +55,12 @@ class Saver:
         generation: int,
         model: ParallelModel,
         optimizer: ShardedOptimizer,
-        loader: BatchLoader,
         records: Records,
         report_wait: Callable[[int], None] = lambda step: None,
     ) -> None:
         """`report_wait` is called periodically while training waits, with the step that it waits after."""
         self._job, self._folder, self._generation = job, folder, generation
-        self._model, self._optimizer, self._loader = model, optimizer, loader
+        self._model, self._optimizer = model, optimizer
         mesh = model.mesh
         self._mesh, self._writes = mesh, mesh.rank == 0
         self._places = Places(job, folder)
@@ -213,8 +210,7 @@ class Saver:
         if not self._writes:
             return
         step, job = attempt.step, self._job
-        tokens = step * job.train.global_batch * job.train.sequence_length
-        progress = Progress(step, tokens, self._loader.samples(step)[1], self._generation)
+        progress = progress_after(job, step, self._generation)
         bounds = [bound for each in self.rollback_bounds if (bound := each.rollback_bound) is not None]
         self._writer.order_commit(
             attempt.number,

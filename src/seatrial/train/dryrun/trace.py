@@ -163,7 +163,7 @@ def trace(job: Job, rank: int, kind: str, *, steps: int = 1, edges: tuple[int, i
         with _plain_memory():
             model, optimizer = build(job, mesh, _NoWeights())
         if model._pipeline is not None:
-            _no_first_exchange(model._pipeline._schedule)
+            _no_first_exchange(model._pipeline.schedule(job.microbatches))
         modes.enter_context(_padded_once())
         block = _CUDA_BLOCK_BYTES if kind == "cuda" else 1
         return measure_steps(job, model, optimizer, round_to=block, steps=steps, edges=edges)
@@ -194,7 +194,7 @@ def measure_steps(
         recorder.add(gradients, GRADIENTS)
 
     # All steps are recorded: allocations of the first one, such as a pipeline's buffers, live on in the others.
-    with Marks(model, optimizer, recorder, before_update, edges), recorder:
+    with Marks(model, optimizer, recorder, before_update, job.microbatches, edges), recorder:
         for step in range(steps):
             if step == steps - 1:
                 before_last()
@@ -235,10 +235,11 @@ class Marks:
         optimizer: ShardedOptimizer,
         recorder: Recorder,
         before_update: Callable[[], None],
+        microbatches: int,
         edges: tuple[int, int],
     ) -> None:
         self._model, self._optimizer, self._recorder = model, optimizer, recorder
-        self._before_update, self._edges = before_update, edges
+        self._before_update, self._microbatches, self._edges = before_update, microbatches, edges
         self._handles: list[Any] = []
 
     def __enter__(self) -> Marks:
@@ -277,8 +278,8 @@ class Marks:
 
         def begin(_module: nn.Module, _args: Any) -> None:
             nonlocal microbatch
-            microbatches = self._model.settings.microbatches
-            microbatch = microbatch_label(next(begun) % microbatches, microbatches, self._edges)
+            n = self._microbatches
+            microbatch = microbatch_label(next(begun) % n, n, self._edges)
             self._mark(f"forward {number} {microbatch} in")
 
         def forward(where: str) -> Any:

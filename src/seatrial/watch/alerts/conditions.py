@@ -102,7 +102,10 @@ def _no_progress(s: Situation, rule: Rule, held: Alert | None) -> ConditionMatch
     last = s.steps[-1] if s.steps and s.steps[-1].time >= s.started else None
     if last is not None and s.total_steps is not None and last.step >= s.total_steps:
         return None
-    usual = median(each.step_time_s for each in s.steps[-50:]) if s.steps else None
+    usual = None
+    if s.steps:
+        ahead = s.steps[-1].step + 1  # its batch may be larger
+        usual = median(each.step_time_s * s.batches.growth(each.step, ahead) for each in s.steps[-50:])
     limit = max(rule.limits["least_s"], rule.limits["factor"] * (usual or 0))
     if last is None:
         limit = max(limit, rule.limits["first_step_s"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from seatrial.base.batches import BatchSizes
 from seatrial.record.events import Event
 from seatrial.record.metrics import MetricsRecord
 from seatrial.record.saved import CheckpointInfo
@@ -33,6 +34,7 @@ class Situation:
     checkpoint: CheckpointInfo | None = None  # latest complete one
     checkpoint_steps: int | None = None  # interval in steps; None: unknown
     total_steps: int | None = None  # the job's
+    batches: BatchSizes = field(default_factory=lambda: BatchSizes.of(1))
 
     def recent(self, kinds: Sequence[str], seconds: float) -> list[Event]:
         """Events of these kinds within the last `seconds`."""

@@ -88,6 +88,7 @@ class SituationReader:
             checkpoint=self._checkpoint,
             checkpoint_steps=self._interval(),
             total_steps=self._job.train.steps,
+            batches=self._job.train.batches,
         )
 
     def _interval(self) -> int | None:

@@ -57,7 +57,7 @@ def _moving(polled: PolledRun) -> dict[str, Any]:
         return found
     return found | {
         "time": last.time,
-        "late_s": figures.late_after_s(last.step_time_s) if runs else None,
+        "late_s": figures.late_after_s(last, polled.view.job.batches) if runs else None,
         "step_s": last.step_time_s,
         "loss": last.loss,
         "validation": _validation(polled),

@@ -318,7 +318,7 @@ def data(polled: PolledRun) -> Page:
                 ("tokens trained on", units.count(view.tokens) if view.tokens else None),
                 ("skipped steps", f"{len(view.skipped_steps):,}" if view.skipped_steps else "none"),
                 ("skipped samples", f"{view.skipped_samples:,}" if view.skipped_steps else None),
-                ("global batch", b.rounded(view.job.global_batch)),
+                ("global batch", None if view.job.batches is None else str(view.job.batches)),
                 ("sequence length", b.rounded(view.job.sequence_length)),
             ],
         )
@@ -365,7 +365,7 @@ def _verdict(polled: PolledRun) -> Any:
         return b.toned(f"no: {len(view.ledger_gaps):,} contradictions", "bad")
     if not view.ledger_steps:
         return "the ledger is empty"
-    return b.toned("yes", "good") if view.job.global_batch else "unknown: job.toml has no global batch"
+    return b.toned("yes", "good") if view.job.batches else "unknown: job.toml has no global batch"
 
 
 def plan(polled: PolledRun) -> Page:
