@@ -30,6 +30,7 @@ COMMON = (
     "train.sequence_length=1024",
 )
 LORA = ("model.lora.rank=16", "model.lora.alpha=32")
+ATTENTION = (*LORA, 'model.lora.targets=["q_proj", "k_proj", "v_proj", "o_proj"]')
 GLM = (
     "model.preset=qwen3-30b-a3b",
     "model.family=glm4_moe",
@@ -135,6 +136,25 @@ LAYOUTS = {
         "model.first_k_dense_replace=1",
         "parallel.tensor=2",
         "parallel.pipeline=2",
+        "train.global_batch=16",
+        "train.activation_checkpointing=selective",
+    ),
+    "lora, experts, divided": (
+        "model.preset=qwen3-30b-a3b",
+        "model.num_hidden_layers=4",
+        *ATTENTION,
+        "parallel.expert=4",
+        "train.global_batch=16",
+        "train.activation_checkpointing=none",
+    ),
+    "lora, shared experts, tensor, pipeline": (
+        *GLM,
+        "model.num_hidden_layers=8",
+        "model.first_k_dense_replace=1",
+        *ATTENTION,
+        "parallel.tensor=2",
+        "parallel.pipeline=2",
+        "parallel.expert=2",
         "train.global_batch=16",
         "train.activation_checkpointing=selective",
     ),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import json
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from seatrial.job.architecture import DEEPSEEK_MIXTURE, MIXTURE
 from seatrial.job.families import FAMILIES, family_named
 from seatrial.job.finding import Facts, RuleViolation
 from seatrial.job.huggingface import read_config
+from seatrial.job.lora import LORA_TARGETS
 from seatrial.job.numbers import divisors, either, near_multiples
 from seatrial.job.optimizers import MUON, optimizer_named
 from seatrial.job.parameters import trained_names
@@ -354,13 +356,13 @@ def _lora(facts: Facts) -> Iterator[RuleViolation]:
     given = facts.job.model.lora
     if given is None:
         return
-    if facts.architecture.num_experts:
+    of_mlp = [target for target in given.targets if target in LORA_TARGETS[4:]]
+    if of_mlp and facts.architecture.num_experts:
         yield RuleViolation(
-            ("model.lora",),
-            "[model.lora] with experts is not supported in this version: adapters of experts are not implemented",
-            "remove [model.lora], or use a dense model",
+            ("model.lora.targets", "model.lora"),
+            f"targets has {either(of_mlp)} of a model with experts: only attention can have adapters there, in this version",
+            f"use targets = {json.dumps(LORA_TARGETS[:4])}",
         )
-        return
     for number, target in enumerate(given.targets):
         if target in given.targets[:number]:
             yield RuleViolation(

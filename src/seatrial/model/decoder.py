@@ -348,7 +348,8 @@ class SparseMLP(nn.Module):
             y_SD = self.spread(self.experts, x_SD, weight_S, end_X)
         out_BTD = FromSlots.apply(y_SD, order_S, slot_Rk).view_as(x_BTD)
         if self.shared_experts is not None:
-            out_BTD = out_BTD + self.shared_experts(x_BTD)
+            # Contiguous: torch would multiply gathered positions with frozen weights as a batch (bmm).
+            out_BTD = out_BTD + self.shared_experts(x_RD.view_as(x_BTD))
         count_X = end_X.diff(prepend=end_X.new_zeros(1)).float()
         routed_2X = torch.stack((count_X, probability_RX.sum(0)))
         return out_BTD if self.scatter is None else self.scatter(out_BTD), routed_2X

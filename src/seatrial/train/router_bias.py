@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from seatrial.job.parameters import is_router_bias
+from seatrial.model.lora import is_adapter
 from seatrial.parallel.build import Shard
 
 
@@ -21,6 +22,8 @@ class RouterBiases:
     def __init__(self, shards: Sequence[Shard], rate: float) -> None:
         self._rate = rate
         biases = [s for s in shards if is_router_bias(s.name)]
+        if any(is_adapter(s.name) for s in shards):
+            biases = []  # all else is frozen
         self._of_layer = {int(s.name.split(".layers.")[1].partition(".")[0]): s.local for s in biases}
         self._changes: dict[int, Tensor] = {}
 

@@ -178,7 +178,7 @@ def rank_memory(model: Architecture, recipe: Recipe, stack: Stack, rank: int) ->
     if stack.matrix_saving:  # while an update is prepared
         points.append(_with(end, activations=muon.temporary_bytes(model, recipe, rank)))
     if model.lora is not None and base.gathered:
-        points.append(_root_gathered(base, model, recipe, rank))
+        points += _gathering(base, model, recipe, rank)
     highest = max(points, key=lambda m: m.allocated)
     if recipe.sharding != "full" or recipe.shard_ranks * recipe.layout.replicate == 1:
         return highest
@@ -277,16 +277,35 @@ def _within_layer(model: Architecture, recipe: Recipe) -> float:
     values = 2 * F / n
     if n > 1:
         values = max(values, 3 * D + D / n - 2 * F / n)
+    if model.num_experts:  # of positions in the order of the experts, on their way from and to other ranks
+        values = max(values, (6 if recipe.layout.expert > 1 else 3) * model.num_experts_per_tok * D)
     return recipe.width * recipe.tokens * values
 
 
-def _root_gathered(base: Memory, model: Architecture, recipe: Recipe, rank: int) -> Memory:
-    """Memory when a forward pass begins: the root and the first layer are gathered, and the buffers are still held (traced).
+def _gathering(base: Memory, model: Architecture, recipe: Recipe, rank: int) -> list[Memory]:
+    """Memory while weights are gathered and the messages that they come in are still held (traced).
 
-    Only without gradients of all weights, LoRA, can it be the highest.
+    Of the root and the first layer, when a forward pass begins. And of the last layers that a pass needs, when no other weights
+    are freed: in a forward pass, or under a pipeline that frees weights in a backward pass. Only without gradients of all
+    weights, LoRA, can it be the highest.
     """
-    weights = root_parameters(model, recipe, rank) + layer_share(model, recipe.layout.tensor)
-    return _with(base, gathered=2 * recipe.width * weights, activations=0.0)
+    layout, count = recipe.layout, sum(recipe.layout.rank_layers(rank, model.num_hidden_layers))
+    width, root, in_flight = recipe.width, root_parameters(model, recipe, rank), _in_flight(recipe, rank)
+    layer = layer_share(model, layout.tensor) - experts_elsewhere(model, recipe, 1)
+    experts = 0.0  # of a layer that this rank computes: with expert parallel in a message of their own
+    if layout.expert > 1:
+        experts = model.num_experts * model.expert_parameters / layout.tensor / layout.expert
+    begins = _with(base, gathered=2 * width * (root + layer - experts), activations=0.0)
+    same = recipe.shard_ranks / layout.expert  # ranks that compute the same ones
+    message = layer if layout.expert == 1 else experts if same > 1 else layer - experts
+    if recipe.reshard and layout.pipeline > 1:
+        gathered, before = base.gathered + width * message, (in_flight - 1) / in_flight
+    else:
+        gathered = width * (root + layer) if recipe.reshard else base.gathered
+        # Also what a rank sends, or the message of another layer.
+        gathered += width * message * (2 if layout.expert == 1 else 1 + 1 / same)
+        before = max(0, count - (2 if layout.expert == 1 else 1)) / count / in_flight
+    return [begins, _with(base, gathered=gathered, activations=base.activations * before)]
 
 
 def _embedding(base: Memory, model: Architecture, recipe: Recipe, rank: int) -> Memory:
@@ -332,8 +351,9 @@ def _base(model: Architecture, recipe: Recipe, stack: Stack, rank: int, n: float
         parameters, optimizer = weight * n / recipe.shard_ranks, optimizer / recipe.shard_ranks
         gradients = gradient * trained / recipe.shard_ranks if recipe.microbatches > 1 else 0.0
         if not _reduces_at_once(recipe, stack):
-            elsewhere = experts_elsewhere(model, recipe, layer_kinds(model, recipe, rank)[0].layers)
-            unsharded = 4 * (trained - elsewhere) - gradients
+            if model.lora is None:  # adapters have no part of it
+                trained -= experts_elsewhere(model, recipe, layer_kinds(model, recipe, rank)[0].layers)
+            unsharded = 4 * trained - gradients
     else:
         parameters = float(weight * n)
         gradients = float(gradient * trained)
@@ -507,6 +527,8 @@ def layer_activations(model: Architecture, recipe: Recipe, stack: Stack) -> floa
         if recipe.context > 1 and stack.name in OURS:
             keys *= recipe.context  # gathered
             heads += NH  # attention's output, of each chunk and joined
+        if model.qk_norm:  # their inputs
+            heads, keys = heads + NH, keys + KH
         inputs = 2 * D / n if stack.name in OURS else 2 * D
         if model.num_experts:
             # Also times the experts' weights.
@@ -551,6 +573,8 @@ def _adapters_keep(model: Architecture, n: int) -> float:
     more = model.lora.rank * (len(model.lora.targets) - row + row / n)
     inputs = {("q_proj", "k_proj", "v_proj"): model.hidden_size, ("gate_proj", "up_proj"): model.hidden_size}
     inputs |= {("down_proj",): model.intermediate_size}
+    if model.num_experts:  # the positions, also in the order of the experts, and inputs of last products
+        return more - (1 + model.num_experts_per_tok) * model.hidden_size - model.ffn_width / n
     if n == 1:
         more -= sum(w for names, w in inputs.items() if not set(names).intersection(model.lora.targets))
     return more

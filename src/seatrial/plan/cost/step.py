@@ -362,7 +362,11 @@ def rank_traffic(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Sta
     adapters = 0.0
     if model.lora is not None:
         # No all-gather for the gradients of frozen weights, nor, before the first adapter, for those of inputs.
-        messages -= 2 * layers + (rank == 0) * (1 + model.first_layer_unneeded()[1])
+        messages -= (
+            2 * layers
+            - sparse.layers * (model.num_experts > 0)
+            + (rank == 0) * (1 + model.first_layer_unneeded()[1])
+        )
         each_layer = model.lora.rank * len(model.lora.targets) * (2 + share * (r.recompute != "none"))
         adapters = m * width * r.tokens * layers * each_layer
     tensor = (m * hidden * messages + adapters) * (n - 1) / n
@@ -392,7 +396,7 @@ def rank_traffic(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Sta
         data = cut * (gathers + reduced * trained)
         if layout.expert > 1:  # a rank gathers and reduces its own experts, over the ranks with the same ones
             experts = sparse.layers * model.num_experts * model.expert_parameters / n
-            experts *= (width * (before + after) + reduced) / r.shard_ranks
+            experts *= (width * (before + after) + (reduced if model.lora is None else 0)) / r.shard_ranks
             apart = experts * (r.shard_ranks / layout.expert - 1)
             data -= experts * (r.shard_ranks - 1)
         copies = (

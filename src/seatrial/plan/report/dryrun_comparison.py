@@ -145,6 +145,7 @@ def _products(model: Architecture, recipe: Recipe, rank: int) -> float:
         elif recipe.recompute == "selective" and own.lora is not None:  # see `parallel.recompute`
             widths = [(t, *own.projections()[t]) for t in own.lora.targets]
             again = own.lora.rank * sum(b + (a if t == "down_proj" else 0) for t, a, b in widths)
+            again += own.ffn_width * own.hidden_size - last if own.num_experts else 0
         elif recipe.recompute == "selective":
             again = own.ffn_width * own.hidden_size - last
         layers += kind.layers * one + 2.0 * kind.recomputed * again
