@@ -261,10 +261,12 @@ class _InFp32(torch.autograd.Function):
         return F.linear(x_RD.float(), weight_XD.float())
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
         x_RD, weight_XD = ctx.saved_tensors
-        of_x, of_weight = grads[0] @ weight_XD.float(), grads[0].T @ x_RD.float()
-        return of_x.to(x_RD.dtype), of_weight.to(weight_XD.dtype)
+        of_x, of_weight = grads[0] @ weight_XD.float(), None
+        if ctx.needs_input_grad[1]:
+            of_weight = (grads[0].T @ x_RD.float()).to(weight_XD.dtype)
+        return of_x.to(x_RD.dtype), of_weight
 
 
 class Router(nn.Linear):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -213,3 +214,12 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
         and a.shape == b.shape
         and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
     )
+
+
+def _grouped_flops(one: tuple[int, ...], other: tuple[int, ...], *_: object, **__: object) -> int:
+    """Of [S, D] x [X, D, F], and of the weights' gradient [D, S] x [S, F]."""
+    return 2 * math.prod(one) * other[-1]
+
+
+# For FlopCounterMode, which does not count it.
+GROUPED = {torch.ops.aten._grouped_mm: _grouped_flops}

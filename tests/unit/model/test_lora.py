@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_cases import ARCHITECTURES, DictWeights, Oracle, random_tensors
+from model_cases import ARCHITECTURES, GROUPED, DictWeights, Oracle, random_tensors
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from seatrial.base.box import Box
 from seatrial.job.architecture import Architecture
 from seatrial.job.lora import LORA_TARGETS, Lora
+from seatrial.job.parameters import is_router_bias
 from seatrial.model.decoder import Decoder, whole_shapes
 from seatrial.model.generate import load_whole
 from seatrial.model.hf import HuggingFaceWeights
@@ -27,7 +28,11 @@ from seatrial.model.lora import MergedWeights, freeze_base, is_adapter
 from seatrial.model.lora_write import write_adapter
 
 ATTENTION: Any = ("q_proj", "v_proj")
-CASES = {name: ARCHITECTURES[name] for name in ("qwen2-gqa2-tied", "llama3-gqa2", "qwen3-gqa4")}
+DENSE = {name: ARCHITECTURES[name] for name in ("qwen2-gqa2-tied", "llama3-gqa2", "qwen3-gqa4")}
+EXPERTS = {name: arch for name, arch in ARCHITECTURES.items() if arch.num_experts}
+CASES = DENSE | EXPERTS
+TARGETS = [(name, targets) for name in DENSE for targets in (LORA_TARGETS, ATTENTION)]
+TARGETS += [(name, targets) for name in EXPERTS for targets in (LORA_TARGETS[:4], ATTENTION)]
 
 
 def _with(arch: Architecture, targets: Any = LORA_TARGETS, rank: int = 3) -> Architecture:
@@ -42,8 +47,7 @@ def _loss(logits: Tensor, ids: Tensor) -> Tensor:
     return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-@pytest.mark.parametrize("targets", [LORA_TARGETS, ATTENTION])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "targets"), TARGETS)
 def test_merged_weights_give_the_logits_of_the_adapters(
     name: str, targets: Any, oracle: Oracle, tmp_path: Path
 ) -> None:
@@ -84,7 +88,7 @@ def test_any_block_of_rows_is_merged_alike() -> None:
 def test_peft_reads_the_adapter_and_trains_it_alike(name: str, oracle: Oracle, tmp_path: Path) -> None:
     import peft  # takes seconds, and transformers with it
 
-    arch = _with(CASES[name])
+    arch = _with(CASES[name], LORA_TARGETS if name in DENSE else LORA_TARGETS[:4])
     source = DictWeights(random_tensors(arch))
     write_huggingface(source, arch.base, tmp_path / "base")
     write_adapter(source, arch, tmp_path / "adapter")
@@ -149,23 +153,26 @@ def test_training_starts_from_the_base_model() -> None:
             assert torch.equal(values, tensors[name])
 
 
-@pytest.mark.parametrize("targets", [None, LORA_TARGETS, *((t,) for t in LORA_TARGETS), ATTENTION])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "targets"), [*TARGETS, *((n, t) for n in DENSE for t in (None, *((t,) for t in LORA_TARGETS)))]
+)
 def test_parameters_and_flops_are_those_of_the_model(name: str, targets: Any) -> None:
     """FLOPs of matrix products as torch counts them: no weight gradient of a frozen layer, no gradient that nothing needs."""
     arch = CASES[name] if targets is None else _with(CASES[name], targets)
     model = Decoder(arch)
     if targets is not None:
         freeze_base(model)
-    counts = [sum(p.numel() for p in model.parameters() if p.requires_grad or every) for every in (0, 1)]
+    counted = [p for name, p in model.named_parameters() if not is_router_bias(name)]
+    counts = [sum(p.numel() for p in counted if p.requires_grad or every) for every in (0, 1)]
     assert counts == [arch.trained_parameters(), arch.parameters()]
     ids = _tokens(arch)
-    with FlopCounterMode(display=False) as counter:
-        model(ids).sum().backward()
-    counted = sum(n for op, n in counter.get_flop_counts()["Global"].items() if "mm" in str(op))
+    with FlopCounterMode(display=False, custom_mapping=GROUPED) as counter:
+        out = model(ids)
+        (out[0] if isinstance(out, tuple) else out).sum().backward()
+    products = sum(n for op, n in counter.get_flop_counts()["Global"].items() if "mm" in str(op))
     # Causal and full attention differ by half of the whole score matrix: what remains without either are the products.
     causal, full = (arch.flops_per_token(33, full_attention=f) for f in (False, True))
-    assert counted == (2 * causal - full) * ids.numel()
+    assert products == (2 * causal - full) * ids.numel()
 
 
 def test_recorded_architectures_come_back() -> None:

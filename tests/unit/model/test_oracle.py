@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from model_cases import ARCHITECTURES, DictWeights, Oracle, random_tensors
+from model_cases import ARCHITECTURES, GROUPED, DictWeights, Oracle, random_tensors
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -148,16 +148,10 @@ def test_flops_against_torchs_counter(arch: Architecture) -> None:
     model = load_whole(arch, DictWeights(random_tensors(arch))).train()
     ids = _ids(arch)
     # The math kernel: matrix products of forward and backward, without the recomputation of the fused ones.
-    grouped = {torch.ops.aten._grouped_mm: _grouped_flops}  # which torch does not count
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=grouped) as counter:
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=GROUPED) as counter:
         model(ids).sum().backward()
     expected = arch.flops_per_token(ids.shape[1], full_attention=True) * ids.numel()
     assert counter.get_total_flops() == expected
-
-
-def _grouped_flops(one: tuple[int, ...], other: tuple[int, ...], *_: object, **__: object) -> int:
-    """Of [S, D] x [X, D, F], and of the weights' gradient [D, S] x [S, F]."""
-    return 2 * math.prod(one) * other[-1]
 
 
 def test_config_json_of_transformers(arch: Architecture, oracle: Oracle) -> None:
