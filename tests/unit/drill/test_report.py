@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from drill_jobs import job
@@ -16,7 +18,7 @@ from seatrial.drill.copies import Cadence
 from seatrial.drill.injection import Injection
 from seatrial.drill.judge import Check, Judgement, unjudged
 from seatrial.drill.scenarios import SCENARIOS
-from seatrial.job.changed import Change
+from seatrial.job.changed import Change, Copy
 from seatrial.record import lock
 from seatrial.record.folder import RunFolder
 
@@ -80,6 +82,17 @@ def test_the_document_holds_everything(drill: Drill) -> None:
     assert "**FAILED**. step 9 is missing" in text
     assert "| kill_agent | cluster.spares | 0 | 1 | what \\| it needs |" in text
     assert "seed 7" in text
+
+
+def test_changes_that_all_copies_share_are_said_once(drill: Drill) -> None:
+    ramp = Change("train.batch_ramp", [{"steps": 5, "global_batch": 8}], [], "equally long steps")
+    folder = RunFolder(drill.root / "reference")
+    copy = Copy(drill.job, (ramp,))
+    drill.references["reference"] = SimpleNamespace(folder=folder, copy=copy, steps=16, apart=lambda _: {})  # type: ignore[assignment, index]
+    drill.results[0] = replace(drill.results[0], changes=(ramp, *drill.results[0].changes))
+    text = report.markdown(drill, 61.0)
+    assert text.count("| [{'steps': 5, 'global_batch': 8}] | [] |") == 1
+    assert "| kill_rank | train.steps | 200 | 16 |" in text
 
 
 def test_the_run_gets_a_copy_only_while_it_is_not_running(drill: Drill) -> None:
