@@ -15,11 +15,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """The global batch of each step, in sequences. Steps and phases: steps count from 1."""
+    """The global batch of each step, in sequences. Steps count from 1."""
 
-    phases: tuple[
-        tuple[int, int], ...
-    ]  # (steps before it, sequences a step), in growing order; the first from 0 on
+    phases: tuple[tuple[int, int], ...]  # (steps before it, sequences a step); before the first one 0 steps
 
     @classmethod
     def of(cls, global_batch: int, ramp: Iterable[tuple[int, int]] = ()) -> BatchSizes:

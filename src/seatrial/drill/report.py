@@ -167,7 +167,8 @@ def markdown(drill: Drill, seconds: float) -> str:
             for c in reference.copy.changes
             if c.key != "name"
         ]
-    common = [(c.key, c.copy) for r in drill.references.values() for c in r.copy.changes]  # values may be lists
+    # No set: values may be lists.
+    common = [(c.key, c.copy) for r in drill.references.values() for c in r.copy.changes]
     for result in drill.results:
         lines += [
             f"| {result.scenario.name} | {c.key} | {_value(c.job)} | {_value(c.copy)} | {_cell(c.why)} |"

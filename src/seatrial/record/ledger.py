@@ -67,7 +67,8 @@ def each_ledger_line(folder: RunFolder, problems: list[Problem]) -> Iterator[tup
 def ledger_gaps(records: Sequence[LedgerRecord], batches: BatchSizes) -> list[str]:
     """Contradictions to "every step once, every sample once", as messages; empty if there are none.
 
-    Steps must be 1, 2, ..., each once in its last generation, and each must contain its own samples. Steps that were skipped on purpose are in the ledger.
+    Steps must be 1, 2, ..., each once in its last generation, with its samples. Steps that were skipped on purpose are in
+    the ledger.
     """
     gaps: list[str] = []
     expected_step = 1

@@ -25,15 +25,15 @@ class StepDeadline:
     def __init__(self, *, min_s: float, factor: float, first_step_s: float, batches: BatchSizes) -> None:
         self._min_s, self._factor, self._first_step_s = min_s, factor, first_step_s
         self._batches = batches
-        self._steps: deque[float] = deque(maxlen=_STEPS)  # seconds each, of the largest batch
-        self._share = 1.0  # of the largest batch, in what is waited for
+        # Seconds, as with the largest batch: of steps; of the first one of a generation, by which the others are guessed until
+        # there is another; from a generation's start to its first step's end, at most (0: none was seen).
+        self._steps: deque[float] = deque(maxlen=_STEPS)
+        self._first_took: float | None = None
+        self._longest_first = 0.0
+        self._share = 1.0  # of the largest batch that the awaited step has
         self._since: float | None = None  # None: no step is expected
         self._step: int | None = None  # the last one completed in this generation
-        self._first_took: float | None = None  # the same: the best guess until there is another step
         self._whole = False
-        self._longest_first = (
-            0.0  # from a generation's start to its first step's end, the same; 0: none was seen
-        )
 
     def begin(self, now: float, *, whole: bool = False) -> None:
         """A generation starts: its first step has its own limit. Learned durations are kept.
