@@ -181,12 +181,14 @@ def _expert_groups(facts: Facts) -> Iterator[RuleViolation]:
 
 def _router_bias(facts: Facts) -> Iterator[RuleViolation]:
     optimizer, usual = facts.job.optimizer, OptimizerSection.model_fields["router_bias_update_rate"].default
-    if optimizer.router_bias_update_rate != usual and not facts.architecture.sigmoid_router:
-        yield RuleViolation(
-            ("optimizer.router_bias_update_rate",),
-            f'router_bias_update_rate has no effect: routers of family "{facts.architecture.family}" have no bias',
-            "remove it",
-        )
+    if optimizer.router_bias_update_rate == usual:
+        return
+    why = "[model.lora] trains only adapters" if facts.architecture.lora is not None else None
+    if not facts.architecture.sigmoid_router:
+        why = f'routers of family "{facts.architecture.family}" have no bias'
+    if why is not None:
+        keys = ("optimizer.router_bias_update_rate",)
+        yield RuleViolation(keys, f"router_bias_update_rate has no effect: {why}", "remove it")
 
 
 def _rope_scaling(facts: Facts) -> Iterator[RuleViolation]:
