@@ -19,6 +19,7 @@ from parity_ranks import SEQUENCES, NoisyWeights, batch
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 
+from seatrial.base.batches import BatchSizes
 from seatrial.job import loss_rows
 from seatrial.parallel.mesh import Mesh
 from seatrial.train.loop import Loop
@@ -45,13 +46,14 @@ class Batches:
     """The batches of `parity_ranks`; `step` is the one that was asked for last."""
 
     masked = False
+    batches = BatchSizes.of(SEQUENCES)
 
     def __init__(self) -> None:
         self.step = 0
         self.before: Any = lambda: None
 
     def samples(self, step: int) -> tuple[int, int]:
-        return (step - 1) * SEQUENCES, step * SEQUENCES
+        return self.batches.samples(step)
 
     def batch(self, step: int, first: int, count: int) -> tuple[Tensor, Tensor, None]:
         self.step = step
