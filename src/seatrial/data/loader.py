@@ -146,10 +146,9 @@ class BatchLoader:
         if not self._ahead:
             return
         end = step + self._ahead if self._last_step is None else min(step + self._ahead, self._last_step)
-        wanted = []
+        wanted, size = [], self.batches.size(step)
         for later in range(step + 1, end + 1):
-            # The same part of its batch, which may be larger.
-            size, larger = self.batches.size(step), self.batches.size(later)
+            larger = self.batches.size(later)  # the same part of it
             wanted.append((later, first * larger // size, count * larger // size))
         for key in [key for key in self._coming if key not in wanted]:
             self._coming.pop(key).cancel()

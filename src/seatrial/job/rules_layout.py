@@ -266,24 +266,25 @@ def _split_backward_accumulate(facts: Facts) -> Iterator[RuleViolation]:
 def _batch(facts: Facts) -> Iterator[RuleViolation]:
     yield from _divided(facts, facts.job.train.global_batch, "train.global_batch")
     for number, phase in enumerate(facts.job.train.batch_ramp):
-        yield from _divided(facts, phase.global_batch, f"train.batch_ramp.{number}.global_batch")
+        key = f"train.batch_ramp.{number}.global_batch"
+        yield from _divided(facts, phase.global_batch, key, f"phase {number + 1} of batch_ramp: ")
 
 
-def _divided(facts: Facts, batch: int, key: str) -> Iterator[RuleViolation]:
+def _divided(facts: Facts, batch: int, key: str, where: str = "") -> Iterator[RuleViolation]:
     layout, micro = facts.layout, facts.job.train.microbatch
     replicas = layout.data_parallel
     unit = replicas * micro
     if batch % unit:
         yield RuleViolation(
             (key,),
-            f"global_batch {batch} is not divisible by data-parallel size {replicas} x microbatch {micro} = {unit}",
+            f"{where}global_batch {batch} is not divisible by data-parallel size {replicas} x microbatch {micro} = {unit}",
             f"use global_batch = {either(near_multiples(batch, unit))}",
         )
         return
     pipeline, microbatches = layout.pipeline, batch // unit
     if pipeline == 1:
         return
-    count = f"global_batch {batch} / data-parallel size {replicas} / microbatch {micro} = {microbatches} microbatches"
+    count = f"{where}global_batch {batch} / data-parallel size {replicas} / microbatch {micro} = {microbatches} microbatches"
     if microbatches < pipeline:
         yield RuleViolation(
             (key, "parallel.pipeline"),

@@ -95,8 +95,8 @@ class History:
 class Pace:
     """The current step time, used for every ETA.
 
-    The mean of the last steps' seconds a sample, each capped at three times their median: a single slow step changes little, while steps
-    that are regularly slow (every tenth is verified and copied) count. The first step of a generation (compilation,
+    The mean of the last steps' seconds a sample, each capped at three times their median: a single slow step changes little,
+    while steps that are regularly slow (every tenth is verified and copied) count. The first step of a generation (compilation,
     connections) is excluded.
     """
 

@@ -46,7 +46,7 @@ def test_a_copy_without_it_says_so() -> None:
     [
         (("steps = 10\nglobal_batch = 64",), "64", "a batch of 64 in a ramp to global_batch 64: it must be less than global_batch", "follows the last one"),
         ((SECOND, FIRST), "16", "a batch of 16 in a ramp to global_batch 64: it must be more than the 32 before it, and less", "grows from phase to phase"),
-        (("steps = 10\nglobal_batch = 17",), "17", "global_batch 17 is not divisible by", "use global_batch = 16 or 24"),
+        (("steps = 10\nglobal_batch = 17",), "17", "phase 1 of batch_ramp: global_batch 17 is not divisible by", "use global_batch = 16 or 24"),
         (("steps = 100\nglobal_batch = 16",), "100", "batch_ramp has 100 steps, the job 100: global_batch would never be reached", "use fewer steps"),
         (("steps = 10",), "batch_ramp]]\nsteps = 10", "[[train.batch_ramp]] is missing the key `global_batch`", "global_batch = 64"),
         (("steps = 10\nglobal_batch = 0",), "0", "train.batch_ramp[0].global_batch must be at least 1, not 0", ""),
