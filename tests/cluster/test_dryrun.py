@@ -113,6 +113,7 @@ LAYOUTS: dict[str, Case] = {
         "lora": {"rank": 4, "alpha": 8.0, "targets": ["q_proj", "o_proj", "down_proj"]},
     },
     "one-fp8": {**FP8, **LITTLE},
+    "one-mxfp8": {**FP8, **LITTLE, "fp8_scaling": "mxfp8"},
     "tp2-pp2-fsdp2-fp8-async": {"layout": FULL, **FP8, **SELECTIVE, "async_tensor": True},
     "pp2-documents": {"layout": {"pipeline": 2}, "documents": True, "layers": 2},
     "tp2-pp2-documents": {"layout": {"tensor": 2, "pipeline": 2}, "documents": True},

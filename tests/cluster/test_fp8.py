@@ -24,12 +24,18 @@ pytestmark = [pytest.mark.cluster, pytest.mark.ci]
 
 FP8 = {"precision": "fp8"}
 TENSORWISE = {"fp8_scaling": "tensorwise"}
+HEADS = {"kv_heads": 4}
+MXFP8 = {"fp8_scaling": "mxfp8", **HEADS}  # so that each of two ranks has keys in multiples of 32
+LORA = {"lora": {"rank": 4, "alpha": 8.0, "targets": ["q_proj", "o_proj", "down_proj"]}}
 TP2 = {"layout": {"tensor": 2}}
 SAME_SCALES: dict[str, Case] = {
     "pp2": {"layout": {"pipeline": 2}},
     "fsdp2": {"layout": {"shard": 2}},
     "fsdp2-sharded": {"layout": {"shard": 2}, "accumulate": "sharded"},
     "fsdp2-tensorwise": {"layout": {"shard": 2}, **TENSORWISE, "peer": "one-tensorwise"},
+    "fsdp2-mxfp8": {"layout": {"shard": 2}, **MXFP8, "peer": "one-mxfp8"},
+    "pp2-fsdp2-lora": {"layout": {"pipeline": 2, "shard": 2}, **LORA, "peer": "one-lora"},
+    "recompute-lora": {**RECOMPUTE, **LORA, "peer": "one-lora"},
     "recompute": RECOMPUTE,
     "selective": SELECTIVE,
 }
@@ -40,6 +46,9 @@ CLOSE: dict[str, tuple[Case, float]] = {
     "compiled": ({"compile": True}, 0.15),
     "tp2": (TP2, 0.12),
     "tp2-tensorwise": ({**TP2, **TENSORWISE, "peer": "one-tensorwise"}, 0.25),
+    "tp2-mxfp8": ({**TP2, **MXFP8, "peer": "one-mxfp8"}, 0.12),
+    "compiled-mxfp8": ({"compile": True, **MXFP8, "peer": "one-mxfp8"}, 0.15),
+    "tp2-lora": ({**TP2, **LORA, "peer": "one-lora"}, 0.12),
     "tp2-compiled": ({**TP2, "compile": True}, 0.15),
 }
 AS_TP2: dict[str, Case] = {
@@ -58,10 +67,14 @@ def runs(request: pytest.FixtureRequest) -> dict[str, Ran]:
     fp8: dict[str, Case] = {
         "one": LONG,
         "one-tensorwise": {**TENSORWISE, **LONG},
+        "one-mxfp8": {**MXFP8, **LONG},
+        "one-lora": LORA,
         "tp2-lost": LOST,
     }
     cases = {name: {**FP8, **case} for name, case in (fp8 | SAME_SCALES | close | AS_TP2).items()}
-    return run_layouts(request, {**cases, "bf16": {"precision": "bf16", **LONG}}, steps=3)
+    bf16: dict[str, Case] = {"bf16": LONG, "bf16-heads": {**LONG, **HEADS}, "bf16-lora": LORA}
+    cases |= {name: {"precision": "bf16", **case} for name, case in bf16.items()}
+    return run_layouts(request, cases, steps=3)
 
 
 @pytest.mark.parametrize("name", SAME_SCALES)
@@ -92,14 +105,20 @@ def test_lost_parts_of_weight_gradients_are_seen(runs: dict[str, Ran]) -> None:
     assert _distance(runs["tp2-lost"], runs["one"]) > 2 * _distance(runs["tp2"], runs["one"])
 
 
-@pytest.mark.parametrize("name", ["one", "one-tensorwise"])
-def test_it_learns_as_in_bf16(name: str, runs: dict[str, Ran]) -> None:
+@pytest.mark.parametrize(
+    ("name", "bf16"), [("one", "bf16"), ("one-tensorwise", "bf16"), ("one-mxfp8", "bf16-heads")]
+)
+def test_it_learns_as_in_bf16(name: str, bf16: str, runs: dict[str, Ran]) -> None:
     """FP8 rounds each operand by up to 6 %; so gradients are off by a sixth, and the loss by hundredths of what it fell."""
-    assert 0.05 < _distance(runs[name], runs["bf16"]) < 0.25
-    fell = runs["bf16"].history[0][0] - runs["bf16"].history[-1][0]
+    assert 0.05 < _distance(runs[name], runs[bf16]) < 0.25
+    fell = runs[bf16].history[0][0] - runs[bf16].history[-1][0]
     assert fell > 1
-    found = compare(runs, name, "bf16")
+    found = compare(runs, name, bf16)
     assert 0 < found.loss < 0.03 * fell, found
+
+
+def test_gradients_of_adapters_are_close_to_those_in_bf16(runs: dict[str, Ran]) -> None:
+    assert 0.05 < _distance(runs["one-lora"], runs["bf16-lora"]) < 0.3
 
 
 def _distance(ran: Ran, other: Ran) -> float:

@@ -85,6 +85,12 @@ LAYOUTS = {
         "train.activation_checkpointing=selective",
         *LORA,
     ),
+    "lora, fp8": (
+        "train.global_batch=32",
+        *ATTENTION,
+        "train.precision=fp8",
+        "train.activation_checkpointing=none",
+    ),
     "zero-bubble": (
         "parallel.pipeline=2",
         "parallel.schedule=zero-bubble",

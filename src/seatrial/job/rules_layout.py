@@ -11,10 +11,12 @@ from seatrial.job.layout import Layout
 from seatrial.job.numbers import divisors, either, near_multiples, next_multiple
 from seatrial.job.partial import UnreadableError
 from seatrial.job.schedules import schedule_named
-from seatrial.job.schema import ParallelSection, joined_gpus
+from seatrial.job.schema import Fp8Scaling, ParallelSection, joined_gpus
 
-_FP8_UNIT = 16  # what the dimensions of FP8 products must be multiples of, on NVIDIA GPUs
+# What the dimensions of FP8 products must be multiples of: on NVIDIA GPUs; the values that have a scale.
+_FP8_UNITS: dict[Fp8Scaling, int] = {"rowwise": 16, "tensorwise": 16, "mxfp8": 32}
 _OTHER_FP8 = {"CDNA 3"}  # "fnuz" formats, without negative zero
+_MXFP8 = {"Blackwell"}  # CDNA 4 has such products too, but reads scales in another order
 
 
 def _parallel(facts: Facts) -> ParallelSection:
@@ -379,13 +381,12 @@ def _fp8(facts: Facts) -> Iterator[RuleViolation]:
                 'remove it, or set precision = "fp8"',
             )
         return
-    for wanted, what in ((arch.num_experts, "experts"), (arch.lora, "[model.lora]")):
-        if wanted:
-            yield RuleViolation(
-                keys,
-                f'precision = "fp8" with {what} is not supported in this version: only dense layers are cast',
-                hint,
-            )
+    if arch.num_experts:
+        yield RuleViolation(
+            keys,
+            'precision = "fp8" with experts is not supported in this version: only dense layers are cast',
+            hint,
+        )
     gpu = None if facts.job.cluster.gpu is None else find_gpu(facts.job.cluster.gpu)
     if gpu is not None and (gpu.fp8_tflops is None or gpu.architecture in _OTHER_FP8):
         why = (
@@ -394,13 +395,19 @@ def _fp8(facts: Facts) -> Iterator[RuleViolation]:
             else "has other FP8 formats than torch's default ones"
         )
         yield RuleViolation(("cluster.gpu", *keys), f"{gpu.name} {why}", hint)
+    elif gpu is not None and train.fp8_scaling == "mxfp8" and gpu.architecture not in _MXFP8:
+        yield RuleViolation(
+            ("cluster.gpu", "train.fp8_scaling"),
+            f'fp8_scaling = "mxfp8" needs a Blackwell GPU, and cluster.gpu is {gpu.name}',
+            'use fp8_scaling = "rowwise"',
+        )
 
 
 def _fp8_widths(facts: Facts) -> Iterator[RuleViolation]:
     train, arch, layout = facts.job.train, facts.architecture, facts.layout
     if train.precision != "fp8":
         return
-    rows = train.microbatch * train.sequence_length
+    rows, unit = train.microbatch * train.sequence_length, _FP8_UNITS[train.fp8_scaling]
     for name, width, ranks in (
         ("hidden_size", arch.hidden_size, 1),
         ("width of the queries", arch.query_width, layout.tensor),
@@ -408,11 +415,11 @@ def _fp8_widths(facts: Facts) -> Iterator[RuleViolation]:
         ("intermediate_size", arch.intermediate_size, layout.tensor),
         ("microbatch x sequence_length", rows, layout.context),
     ):
-        if width % (_FP8_UNIT * ranks):
+        if width % (unit * ranks):
             part = f" on each of {ranks} ranks" if ranks > 1 else ""
             yield RuleViolation(
                 ("train.precision",),
-                f'precision = "fp8" needs widths in multiples of {_FP8_UNIT}, and the {name} is {width / ranks:g}{part}',
+                f'precision = "fp8" needs widths in multiples of {unit}, and the {name} is {width / ranks:g}{part}',
                 'use precision = "bf16", or other sizes',
             )
 

@@ -42,7 +42,7 @@ Seconds = Annotated[float, Field(ge=1, le=2_678_400)]  # 31 days
 SecondsOrNone = Annotated[float, Field(ge=0, le=2_678_400)]
 Times = Annotated[float, Field(gt=1, le=1_000_000)]  # a ratio
 Accumulate = Literal["whole", "sharded"]  # how gradients of microbatches add up
-Fp8Scaling = Literal["rowwise", "tensorwise"]  # what has a scale of its own in an FP8 product
+Fp8Scaling = Literal["rowwise", "tensorwise", "mxfp8"]  # what has a scale of its own in an FP8 product
 
 
 VALIDATION_BATCHES = 32  # measured at most, unless the job says how many samples
@@ -371,7 +371,8 @@ class TrainSection(Section):
     )
     fp8_scaling: Fp8Scaling = Field(
         default="rowwise",
-        description="what has a scale of its own: rowwise: each vector of a product; tensorwise: each tensor; with fp8 only",
+        description="what has a scale of its own: rowwise: each vector of a product; tensorwise: each tensor; mxfp8: every 32 "
+        "values of a vector, on Blackwell GPUs; with fp8 only",
     )
     activation_checkpointing: Literal["none", "selective", "full"] = Field(
         default="none",

@@ -7,8 +7,11 @@ model (`model.initialise`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from seatrial.base.box import Box
 from seatrial.job.architecture import Architecture
@@ -32,10 +35,13 @@ class LoraLinear(nn.Linear):
         self.lora_A = nn.Linear(linear.in_features, lora.rank, bias=False)
         self.lora_B = nn.Linear(lora.rank, linear.out_features, bias=False)
         self.scale = lora.scale
+        self.multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor] = (
+            F.linear
+        )  # with the weight and bias
 
     def forward(self, x: Tensor) -> Tensor:
         # The adapter first: recomputation then stops before the product with W, whose result no gradient needs.
-        return self.scale * self.lora_B(self.lora_A(x)) + super().forward(x)
+        return self.scale * self.lora_B(self.lora_A(x)) + self.multiply(x, self.weight, self.bias)
 
 
 def add_adapters(block: nn.Module, lora: Lora) -> None:

@@ -394,7 +394,9 @@ def test_a_model_with_experts_has_the_defaults_of_its_family() -> None:
     [
         (("cluster.gpu=A100-80GB SXM",), "--set cluster.gpu=A100-80GB SXM", "A100-80GB SXM has no FP8 matrix products"),
         (("cluster.gpu=MI300X",), "--set cluster.gpu=MI300X", "MI300X has other FP8 formats"),
-        (("model.lora={rank=4, alpha=8}",), "--set train.precision=fp8", "with [model.lora] is not supported"),
+        (("cluster.gpu=H100 SXM", "train.fp8_scaling=mxfp8"), "--set cluster.gpu=H100 SXM", "needs a Blackwell GPU"),
+        (("cluster.gpu=MI355X", "train.fp8_scaling=mxfp8"), "--set cluster.gpu=MI355X", "needs a Blackwell GPU"),
+        (("train.fp8_scaling=mxfp8", "train.microbatch=1", "train.sequence_length=48"), "--set train.precision=fp8", "in multiples of 32"),
         (EXPERTS, "--set train.precision=fp8", "with experts is not supported"),
         (("parallel.tensor=1", "model.intermediate_size=1000"), "--set train.precision=fp8", "the intermediate_size is 1000"),
         (("train.microbatch=1", "train.sequence_length=20"), "--set train.precision=fp8", "the microbatch x sequence_length is 20"),
@@ -411,7 +413,9 @@ def test_what_fp8_needs(overrides: tuple[str, ...], at: str, message: str) -> No
 def test_fp8_is_multiplied_where_the_gpu_can() -> None:
     for gpu in ("H100 SXM", "B300 SXM", "MI355X"):
         assert load(GOOD, "train.precision=fp8", f"cluster.gpu={gpu}").train.fp8_scaling == "rowwise"
-    assert load(GOOD, "train.precision=fp8", "train.fp8_scaling=tensorwise").train.fp8_scaling == "tensorwise"
+    for scaling in ("tensorwise", "mxfp8"):
+        settings = ("train.precision=fp8", f"train.fp8_scaling={scaling}", "cluster.gpu=B300 SXM")
+        assert load(GOOD, *settings).train.fp8_scaling == scaling
 
 
 @pytest.mark.parametrize(
