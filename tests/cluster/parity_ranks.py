@@ -43,7 +43,7 @@ from seatrial.job.schema import GroupSection, OptimizerSection
 from seatrial.model import lora
 from seatrial.model.hf import HuggingFaceWeights
 from seatrial.model.initialise import RandomWeights
-from seatrial.parallel import collectives, context, expert, overlap, overlap_grad
+from seatrial.parallel import collectives, context, expert, overlap, overlap_grad, packed
 from seatrial.parallel.build import ParallelModel, Settings
 from seatrial.parallel.loss import LoadBalancing
 from seatrial.parallel.mesh import Mesh, build_mesh
@@ -53,11 +53,13 @@ from seatrial.train.optimizer import build_optimizer
 from seatrial.train.step import train_step
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import flash_on_cpu
 import saving
 
 TIMEOUT = timedelta(seconds=60)
 SEQUENCES, LENGTH, MICROBATCH = 16, 64, 2
 LR, CLIP = 3e-3, 1.0
+KERNELS: list[torch.library.Library] = []  # they are there as long as these live
 LOGITS = 2**13  # of a part of the loss: four parts a microbatch, two under tensor parallel
 
 ARCH = Architecture(
@@ -166,6 +168,9 @@ def counted(step: int, case: dict[str, Any]) -> Tensor:
 
 
 def build(case: dict[str, Any], mesh: Mesh, source: Any) -> ParallelModel:
+    if case.get("packed"):  # as where the kernel exists
+        KERNELS.append(flash_on_cpu.register())
+        packed.packs_documents = lambda *_: True
     settings = Settings(
         sequence_length=LENGTH,
         microbatch=case.get("microbatch", MICROBATCH),
@@ -222,8 +227,8 @@ def sabotage(model: ParallelModel, what: str | None) -> None:
             assert pipeline is not None
             whole = pipeline.forward_backward
 
-            def shifted(ids_BT: Tensor, target_BT: Tensor, document_BT: Tensor) -> Tensor:
-                return whole(ids_BT, target_BT, document_BT.roll(MICROBATCH, 0))
+            def shifted(ids_BT: Tensor, target_BT: Tensor, documents: Tensor) -> Tensor:
+                return whole(ids_BT, target_BT, documents.roll(MICROBATCH * len(documents) // len(ids_BT), 0))
 
             pipeline.forward_backward = shifted  # type: ignore[method-assign, assignment]
     elif what == "balance loss and positions counted by every tensor rank":

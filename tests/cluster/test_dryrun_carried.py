@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from dryrun_derived import derived, held
 from dryrun_ranks import job_of
+from parity_ranks import LENGTH, SEQUENCES
 
 from conftest import each_case
 from seatrial.base.errors import InputError, InternalError, RunFailed
@@ -171,6 +172,26 @@ def test_unknown_values_are_reported() -> None:
     notes = " ".join(dry_run(job, processes=1).notes)
     assert "compile" in notes
     assert "attend_across_documents" in notes
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"layout": {}, "activation_checkpointing": "selective"},
+        {"layout": {"pipeline": 2, "tensor": 2}, "activation_checkpointing": "full"},
+        # Of more sequences at once a rank copies the keys before its last position, to have them one after the other.
+        {"layout": {"shard": 2, "context": 2}, "microbatch": 1},
+    ],
+)
+def test_documents_need_no_mask_where_flash_attention_is(case: dict[str, Any]) -> None:
+    """Memory and FLOPs of a step are those without documents, but for a few integers."""
+    usual = {"name": "x", "tied": False, "precision": "bf16", **case}
+    plain = dry_run(job_of(usual), processes=1)
+    found = dry_run(job_of({**usual, "documents": True}), processes=1)
+    assert "one document a sequence" in " ".join(found.notes)
+    for with_, without in zip(found.ranks, plain.ranks, strict=True):
+        assert with_.flops == without.flops
+        assert 0 <= with_.peak_bytes - without.peak_bytes <= SEQUENCES * LENGTH * 4 + 8192
 
 
 def test_a_rank_that_is_not_there_is_refused() -> None:

@@ -20,6 +20,7 @@ from seatrial.data.blend import Blend, source_seed
 from seatrial.data.documents import numbered
 from seatrial.data.order import sample_indices
 from seatrial.data.store import Tokens, TokenStore
+from seatrial.hardware.accelerator import upload
 
 _Key = tuple[int, int, int]  # step, first row, rows
 
@@ -31,17 +32,12 @@ class Batch(NamedTuple):
 
     ids_BT: torch.Tensor  # int64
     target_BT: torch.Tensor  # int64: the token after each, or NO_TARGET
-    # int32: the number, from 0, of the document within its row; None if attention crosses document boundaries.
+    # int32, always on the host: the number, from 0, of the document within its row; None if attention crosses documents.
     document_BT: torch.Tensor | None
 
     def to(self, device: torch.device) -> Batch:
-        """The same on a GPU; the copy is asynchronous."""
-        ids_BT, target_BT, document_BT = (
-            None if t is None else t.pin_memory().to(device, non_blocking=True) for t in self
-        )
-        assert ids_BT is not None
-        assert target_BT is not None
-        return Batch(ids_BT, target_BT, document_BT)
+        """The same on `device`; the copy to a GPU is asynchronous."""
+        return Batch(upload(self.ids_BT, device), upload(self.target_BT, device), self.document_BT)
 
 
 class BatchLoader:

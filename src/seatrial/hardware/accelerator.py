@@ -58,6 +58,18 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
+def has_flash_attention(device: torch.device) -> bool:
+    """Whether torch has its flash attention there, and not only as `scaled_dot_product_attention` may choose it."""
+    if device.type != "cuda" or not torch.backends.cuda.is_flash_attention_available():
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def upload(values: Tensor, device: torch.device) -> Tensor:
+    """Values of the host on `device`. The copy to an accelerator is asynchronous."""
+    return values.pin_memory().to(device, non_blocking=True) if is_accelerator(device) else values
+
+
 # -- streams and events
 
 

@@ -150,6 +150,11 @@ class Architecture:
         return self.layer_norms + (self.query_width + 2 * self.kv_width if self.qkv_bias else 0)
 
     @property
+    def flash_heads(self) -> bool:
+        """Whether CUDA's flash attention takes heads of this width as they are."""
+        return self.head_dim % 8 == 0 and self.head_dim <= 256
+
+    @property
     def query_width(self) -> int:
         return self.num_attention_heads * self.head_dim
 

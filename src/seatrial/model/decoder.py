@@ -40,13 +40,15 @@ Projections = Callable[..., Sequence[Tensor]]
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(x [B, T, D], head's weight [V, D], targets [B, T]) -> a scalar."""
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-"""(q [B, T, N, H], k and v [B, T, K, H], bias or None) -> [B, T, N, H]."""
+"""(q [B, T, N, H], k and v [B, T, K, H], bias or what else `Decoder.document_mask` returns, or None) -> [B, T, N, H]."""
 Balance = Callable[[Tensor, Tensor], Tensor]
 """(x [B, T, D], routed [2, X]) -> x, through which the gradient of the load-balancing loss enters."""
 Spread = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
 """(`Experts`, and what it takes for all of a layer's experts) -> what it would return, with experts on other ranks."""
 OwnPositions = Callable[[Tensor, int], Tensor]
 """(tensor with all positions of the sequence, their dimension) -> those that this rank computes."""
+DocumentMask = Callable[[Tensor, torch.dtype, OwnPositions | None], Tensor]
+"""(documents of a microbatch, dtype of the queries, `own_positions`) -> what layers attend with: `document_bias`."""
 
 
 def each(x_BTD: Tensor, *linears: nn.Module) -> Sequence[Tensor]:
@@ -462,6 +464,7 @@ class Decoder(nn.Module):
         self.rotary = RotaryTable(arch)
         # Length of the whole sequence. Set where hidden states are a part of it (sequence and context parallel).
         self.sequence_length: int | None = None
+        self.document_mask: DocumentMask = document_bias  # or what the replaced `attend` of the layers takes
         # Set where a rank computes some of the positions (context parallel).
         self.own_positions: OwnPositions | None = None
         # Set by the trainer where there are experts: adds the load-balancing loss to that of the last stage.
@@ -480,15 +483,15 @@ class Decoder(nn.Module):
         x: Tensor,
         routed_2X: Tensor | None = None,
         *,
-        document_BT: Tensor | None = None,
+        documents: Tensor | None = None,
         target_BT: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Token ids [B, T] or hidden states [B, T, D] -> hidden states, or logits [B, T, V], or the loss of `target_BT`.
 
         With experts a later stage takes, and an earlier one returns, `routed_2X` beside hidden states.
 
-        With `document_BT`, the document number of each position of the whole sequence, attention stays inside
-        documents. Positions do not restart in each: RoPE's scores depend on relative positions only (arXiv:2104.09864,
+        With `documents`, the document number [B, T] of each position of the whole sequence or what else `document_mask`
+        takes, attention stays inside documents. Positions do not restart in each: RoPE's scores depend on relative positions only (arXiv:2104.09864,
         section 3.2).
         """
         embedding = self.model.embed_tokens
@@ -499,7 +502,7 @@ class Decoder(nn.Module):
         if own is not None:
             cos_TH, sin_TH = own(cos_TH, 0), own(sin_TH, 0)
         # No bias argument without documents: a compiled block's call stays the same.
-        mask = () if document_BT is None else (document_bias(document_BT, h_BTD.dtype, own),)
+        mask = () if documents is None else (self.document_mask(documents, h_BTD.dtype, own),)
         counts: list[Tensor] = []
         for block in self.blocks:
             with nullcontext() if self.layer_context is None else self.layer_context(block, h_BTD):

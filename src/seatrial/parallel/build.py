@@ -16,6 +16,7 @@ from seatrial.base.box import Box, chunk
 from seatrial.base.errors import InternalError
 from seatrial.base.private import keep_compiler_private
 from seatrial.data.loader import NO_TARGET
+from seatrial.hardware import accelerator
 from seatrial.hardware.catalogue import Precision
 from seatrial.job.architecture import Architecture
 from seatrial.job.layout import Coordinates, Layout
@@ -24,7 +25,8 @@ from seatrial.job.schema import Accumulate, Fp8Scaling
 from seatrial.model.decoder import Decoder, SparseMLP, stored_name, whole_shapes
 from seatrial.model.lora import freeze_base
 from seatrial.model.source import WeightSource
-from seatrial.parallel.context import apply_context_parallel, own_positions
+from seatrial.parallel import packed
+from seatrial.parallel.context import apply_context_parallel, own_chunks, own_positions
 from seatrial.parallel.expert import apply_expert_parallel
 from seatrial.parallel.float8 import Scaling, apply_float8
 from seatrial.parallel.loss import LoadBalancing, cross_entropy
@@ -120,8 +122,9 @@ class ParallelModel:
         self._divisor = torch.ones((), dtype=torch.float64, device=mesh.device)
         # Targets of the last step, over all ranks.
         self.counted: int | Tensor = 0
+        self._packs = packed.packs_documents(arch, mesh.device, settings.compute_dtype)
         self.stages = [
-            build_stage(arch, index, mesh, settings, data_mesh, expert_mesh, self._divisor)
+            build_stage(arch, index, mesh, settings, data_mesh, expert_mesh, self._divisor, packs=self._packs)
             for index in layout.stage_indices(mesh.at.pipeline)
         ]
         if settings.offload_activations:
@@ -156,8 +159,8 @@ class ParallelModel:
 
         The mean is over all targets of the step that are not `NO_TARGET`, whichever rank and microbatch has them.
         `ids_BT` and `target_BT` are this data-parallel rank's sequences of the step, as many as every other's: whole
-        microbatches, whose number may differ from step to step. With `document_BT`, which numbers the documents in each,
-        attention stays inside documents. Returns this rank's share of the mean loss: the sum
+        microbatches, whose number may differ from step to step. With `document_BT`, which numbers the documents in each
+        and is on the host, attention stays inside documents. Returns this rank's share of the mean loss: the sum
         over all ranks (`mesh.sum_over_ranks`) is the loss.
         """
         self._count(target_BT)
@@ -166,10 +169,11 @@ class ParallelModel:
             rows = len(ids_BT) * self.mesh.layout.data_parallel
             balance.share = self.settings.microbatch / rows
         ids_BT, target_BT = self._own_positions(ids_BT), self._own_positions(target_BT)
+        documents = self._documents(document_BT)
         if self._pipeline is not None:
-            loss = self._pipeline.forward_backward(ids_BT, target_BT, document_BT)
+            loss = self._pipeline.forward_backward(ids_BT, target_BT, documents)
         else:
-            loss = self._accumulate(ids_BT, target_BT, document_BT)
+            loss = self._accumulate(ids_BT, target_BT, documents)
         missing = [s.name for s in self.shards if s.trained and s.box.numel and s.grad is None]
         if missing:
             # Some combinations in torch silently lose gradients; training on would be wrong.
@@ -231,39 +235,50 @@ class ParallelModel:
         Weights and gradients stay as they are. All ranks call it.
         """
         ids_BT, target_BT = self._own_positions(ids_BT), self._own_positions(target_BT)
+        documents = self._documents(document_BT)
         try:
             if self._pipeline is not None:
-                loss = self._pipeline.forward(ids_BT, target_BT, document_BT)
+                loss = self._pipeline.forward(ids_BT, target_BT, documents)
             else:
                 loss = torch.zeros((), device=self.mesh.device, dtype=torch.float64)
-                for ids, target, document in self._microbatches(ids_BT, target_BT, document_BT):
-                    loss += self.stages[0](ids, document_BT=document, target_BT=target)
+                for ids, target, of_these in self._microbatches(ids_BT, target_BT, documents):
+                    loss += self.stages[0](ids, documents=of_these, target_BT=target)
         finally:
             for stage in self.stages:
                 free_gathered(stage)
         return loss if self.mesh.at.tensor == 0 else torch.zeros_like(loss)
 
-    def _accumulate(self, ids_BT: Tensor, target_BT: Tensor, document_BT: Tensor | None) -> Tensor:
+    def _accumulate(self, ids_BT: Tensor, target_BT: Tensor, documents: Tensor | None) -> Tensor:
         model = self.stages[0]
         total = torch.zeros((), device=self.mesh.device, dtype=torch.float64)
-        microbatches = self._microbatches(ids_BT, target_BT, document_BT)
-        for i, (ids, target, document) in enumerate(microbatches):
+        microbatches = self._microbatches(ids_BT, target_BT, documents)
+        for i, (ids, target, of_these) in enumerate(microbatches):
             last = i == len(microbatches) - 1
             prepare_backward(model, last=last, accumulate=self.settings.accumulate)
             with self.clock.during(FORWARD):
-                loss = model(ids, document_BT=document, target_BT=target)
+                loss = model(ids, documents=of_these, target_BT=target)
             with self.clock.during(BACKWARD):
                 loss.backward()
             total += loss.detach()  # NaN until the backward pass, see `loss.cross_entropy`
         return total
 
     def _microbatches(
-        self, ids_BT: Tensor, target_BT: Tensor, document_BT: Tensor | None
+        self, ids_BT: Tensor, target_BT: Tensor, documents: Tensor | None
     ) -> list[tuple[Tensor, Tensor, Tensor | None]]:
         size = self.settings.microbatch
         ids, targets = ids_BT.split(size), target_BT.split(size)
-        documents = [None] * len(ids) if document_BT is None else document_BT.split(size)
-        return list(zip(ids, targets, documents, strict=True))
+        of_each = [None] * len(ids) if documents is None else documents.chunk(len(ids))
+        return list(zip(ids, targets, of_each, strict=True))
+
+    def _documents(self, document_BT: Tensor | None) -> Tensor | None:
+        """What the stages take for the documents of a step; each microbatch has as many rows of it."""
+        if document_BT is None:
+            return None
+        if self._packs:
+            T, size = document_BT.shape[1], self.mesh.layout.context
+            chunks = [range(T)] if size == 1 else own_chunks(T, size=size, rank=self.mesh.context_rank)
+            document_BT = packed.document_bounds(document_BT, self.settings.microbatch, chunks)
+        return accelerator.upload(document_BT, self.mesh.device)
 
     def _own_positions(self, x_BT: Tensor) -> Tensor:
         size = self.mesh.layout.context
@@ -348,10 +363,12 @@ def build_stage(
     data_mesh: DeviceMesh | None,
     expert_mesh: DeviceMesh | None,
     tokens: Tensor,
+    *,
+    packs: bool,
 ) -> Decoder:
     """Build pipeline stage `index` on the meta device: split, compiled and, with a `data_mesh`, sharded; no memory.
 
-    `tokens`: what the loss is divided by, see `cross_entropy`.
+    `tokens`: what the loss is divided by, see `cross_entropy`. `packs`: see `packed`.
     """
     layout = mesh.layout
     with torch.device("meta"):
@@ -386,8 +403,12 @@ def build_stage(
         apply_expert_parallel(model, mesh.expert)
     if arch.lora is not None:
         freeze_base(model)
+    if packs:
+        packed.apply_packed_attention(model)
     if mesh.context is not None:
-        apply_context_parallel(model, mesh.context, mesh.context_rank, settings.sequence_length, mesh.device)
+        apply_context_parallel(
+            model, mesh.context, mesh.context_rank, settings.sequence_length, mesh.device, packs=packs
+        )
     if settings.compile:
         keep_compiler_private()
     for number, block in enumerate(model.blocks):

@@ -9,7 +9,7 @@ the queries; their gradients are summed and scattered.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -21,12 +21,19 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 from seatrial.hardware.accelerator import is_accelerator
 from seatrial.model.decoder import Decoder, attention
 from seatrial.parallel.collectives import AllGatherPositions, all_gather_positions_op
+from seatrial.parallel.packed import packed_attention
 
 
 def own_positions(x: Tensor, dim: int, *, size: int, rank: int) -> Tensor:
     """The positions of `rank` of `size` along `dim`, which holds all T of them."""
     chunks = x.chunk(2 * size, dim)
     return torch.cat((chunks[rank], chunks[-1 - rank]), dim)
+
+
+def own_chunks(length: int, *, size: int, rank: int) -> list[range]:
+    """Which of the `length` positions those are."""
+    C = length // (2 * size)
+    return [range(chunk * C, (chunk + 1) * C) for chunk in (rank, 2 * size - 1 - rank)]
 
 
 def in_order(x_BTE: Tensor, size: int) -> Tensor:
@@ -59,17 +66,18 @@ class _LowerRight(CausalBias):
 class ContextAttention:
     """Attention of this rank's positions over all earlier ones of the sequence."""
 
-    def __init__(self, group: ProcessGroup, rank: int, sequence_length: int, device: torch.device) -> None:
-        self._group, self._name, self._size = group, group.group_name, group.size()
-        C = sequence_length // (2 * self._size)
-        self._seen = [(chunk + 1) * C for chunk in (rank, 2 * self._size - 1 - rank)]  # positions, by chunk
+    def __init__(
+        self, group: ProcessGroup, rank: int, sequence_length: int, device: torch.device, *, packs: bool
+    ) -> None:
+        """`packs`: what it gets for documents are the bounds of both chunks (`packed`), and not a bias."""
+        self._group, self._name, self._size, self._packs = group, group.group_name, group.size(), packs
+        chunks = own_chunks(sequence_length, size=self._size, rank=rank)
+        self._seen = [chunk.stop for chunk in chunks]  # positions, by chunk
         self._masks: list[Tensor] | None = None
         if is_accelerator(device):
-            self._masks = [_LowerRight(CausalVariant.LOWER_RIGHT, C, seen) for seen in self._seen]
+            self._masks = [_LowerRight(CausalVariant.LOWER_RIGHT, len(c), c.stop) for c in chunks]
 
-    def __call__(
-        self, q_BtNH: Tensor, k_BtKH: Tensor, v_BtKH: Tensor, bias_B1tT: Tensor | None = None
-    ) -> Tensor:
+    def __call__(self, q_BtNH: Tensor, k_BtKH: Tensor, v_BtKH: Tensor, mask: Tensor | None = None) -> Tensor:
         """As `model.decoder.attention`. A bias has the rows of this rank's positions."""
         heads = k_BtKH.shape[2:]
         both_BtE = torch.cat((k_BtKH.flatten(2), v_BtKH.flatten(2)), dim=-1)
@@ -79,25 +87,28 @@ class ContextAttention:
             both_BTE = AllGatherPositions.apply(both_BtE, self._group)
         both_BTE = in_order(both_BTE, self._size)
         k_BTKH, v_BTKH = (x.unflatten(2, heads) for x in both_BTE.chunk(2, dim=-1))
+        attend: Callable[..., Tensor] = attention
         masks: Iterable[Tensor | None]
-        if bias_B1tT is not None:
-            masks = [rows[..., :n] for rows, n in zip(bias_B1tT.chunk(2, 2), self._seen, strict=True)]
+        if mask is not None and self._packs:
+            attend, masks = packed_attention, mask.unbind()
+        elif mask is not None:
+            masks = [rows[..., :n] for rows, n in zip(mask.chunk(2, 2), self._seen, strict=True)]
         elif self._masks is not None:
             masks = self._masks
         else:
             masks = [lower_right(q_BtNH.shape[1] // 2, n) for n in self._seen]
         outs = [
-            attention(q_BCNH, k_BTKH[:, :n], v_BTKH[:, :n], mask)
-            for q_BCNH, n, mask in zip(q_BtNH.chunk(2, 1), self._seen, masks, strict=True)
+            attend(q_BCNH, k_BTKH[:, :n], v_BTKH[:, :n], of_chunk)
+            for q_BCNH, n, of_chunk in zip(q_BtNH.chunk(2, 1), self._seen, masks, strict=True)
         ]
         return torch.cat(outs, dim=1)
 
 
 def apply_context_parallel(
-    model: Decoder, group: ProcessGroup, rank: int, sequence_length: int, device: torch.device
+    model: Decoder, group: ProcessGroup, rank: int, sequence_length: int, device: torch.device, *, packs: bool
 ) -> None:
     """Let `model` compute this rank's positions of sequences of `sequence_length`."""
     model.sequence_length = sequence_length
     model.own_positions = partial(own_positions, size=group.size(), rank=rank)
     for block in model.blocks:
-        block.self_attn.attend = ContextAttention(group, rank, sequence_length, device)
+        block.self_attn.attend = ContextAttention(group, rank, sequence_length, device, packs=packs)

@@ -120,27 +120,25 @@ class Pipeline:
             self._microbatches = microbatches
         return self._schedule
 
-    def forward_backward(
-        self, ids_BT: Tensor, target_BT: Tensor, document_BT: Tensor | None = None
-    ) -> Tensor:
+    def forward_backward(self, ids_BT: Tensor, target_BT: Tensor, documents: Tensor | None = None) -> Tensor:
         """Run one step's microbatches; returns this rank's sum of the losses, fp64 (0 where it has no last stage).
 
         Every rank of a pipeline has read the same batch, so documents and targets are not sent from stage to stage: the
         schedule passes each stage of this rank its microbatch of them along with the hidden states that it receives.
         """
-        return self._run("step", ids_BT, target_BT, document_BT)
+        return self._run("step", ids_BT, target_BT, documents)
 
-    def forward(self, ids_BT: Tensor, target_BT: Tensor, document_BT: Tensor | None = None) -> Tensor:
+    def forward(self, ids_BT: Tensor, target_BT: Tensor, documents: Tensor | None = None) -> Tensor:
         """As `forward_backward`, without the backward pass; under torch.no_grad."""
-        return self._run("eval", ids_BT, target_BT, document_BT)
+        return self._run("eval", ids_BT, target_BT, documents)
 
     def _run(
-        self, how: Literal["step", "eval"], ids_BT: Tensor, target_BT: Tensor, document_BT: Tensor | None
+        self, how: Literal["step", "eval"], ids_BT: Tensor, target_BT: Tensor, documents: Tensor | None
     ) -> Tensor:
         run = getattr(self.schedule(len(ids_BT) // self._microbatch), how)
         losses: list[Tensor] = []
         inputs = (ids_BT,) if self.holds_first else ()
-        each_stage = {"target_BT": target_BT} | ({} if document_BT is None else {"document_BT": document_BT})
+        each_stage = {"target_BT": target_BT} | ({} if documents is None else {"documents": documents})
         if self.holds_last:
             run(*inputs, target=target_BT, losses=losses, return_outputs=False, **each_stage)
         else:

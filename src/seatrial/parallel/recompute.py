@@ -36,6 +36,7 @@ _OTHERS = {
     all_gather_matmul_op._opoverload,
     # Not attention without a fused kernel: its scores are what recomputing is to save.
     _aten._scaled_dot_product_flash_attention.default,
+    _aten._flash_attention_forward.default,  # of `packed`
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,

@@ -228,8 +228,7 @@ class Loop:
     def _batch(self, step: int) -> Batch:
         mesh = self.model.mesh
         share = self.loader.batches.size(step) // mesh.layout.data_parallel
-        batch = self.loader.batch(step, mesh.data_rank * share, share)
-        return batch.to(mesh.device) if self._on_accelerator else batch
+        return self.loader.batch(step, mesh.data_rank * share, share).to(mesh.device)
 
     def _changed(self) -> Tensor | None:
         """Code for whether this rank's state changed since the last update; if so, no rank may resume from it."""

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 
 from seatrial.data.loader import NO_TARGET, BatchLoader
-from seatrial.hardware.accelerator import is_accelerator
 from seatrial.job import Job
 from seatrial.parallel.build import ParallelModel
 from seatrial.record.messages import Leaving
@@ -85,8 +84,7 @@ class Validation:
         # Every rank computes whole batches, as in training; targets beyond the last sample are masked.
         used = self._data.samples - (number - 1) * size - first
         batch.target_BT[max(0, used) :] = NO_TARGET
-        if is_accelerator(mesh.device):
-            batch = batch.to(mesh.device)
+        batch = batch.to(mesh.device)
         values = torch.tensor(
             [0.0, 0.0, leave_request == "yielded", leave_request == "preempted"], dtype=torch.float64
         )

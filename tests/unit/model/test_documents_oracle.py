@@ -65,7 +65,7 @@ def test_logits_and_every_gradient_with_a_4d_mask(arch: Architecture, oracle: Or
     theirs = oracle.model(arch, tensors)
     ours = load_whole(arch, DictWeights(tensors)).train()
     expected = theirs(ids, attention_mask=_visible()).logits
-    logits = ours(ids, document_BT=DOCUMENTS)
+    logits = ours(ids, documents=DOCUMENTS)
     assert _difference(logits, expected) <= LOGITS
     # It must have been another computation than the one without documents.
     assert _difference(ours(ids).detach()[:2], expected.detach()[:2]) > 0.05
@@ -84,7 +84,7 @@ def test_a_packed_document_has_the_logits_it_has_alone(arch: Architecture) -> No
     ids = _ids(arch)
     model = load_whole(arch, DictWeights(random_tensors(arch)))
     with torch.no_grad():
-        packed = model(ids, document_BT=DOCUMENTS)
+        packed = model(ids, documents=DOCUMENTS)
         for row, numbers in enumerate(DOCUMENTS):
             for number in numbers.unique().tolist():
                 here = (numbers == number).nonzero()[:, 0]
@@ -100,7 +100,7 @@ def test_recomputed_activations_give_the_same_gradients(arch: Architecture) -> N
         model = load_whole(arch, DictWeights(tensors)).train()
         for block in model.blocks:
             block.recompute = recompute
-        model(ids, document_BT=DOCUMENTS).logsumexp(-1).sum().backward()
+        model(ids, documents=DOCUMENTS).logsumexp(-1).sum().backward()
         gradients.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
     assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
 
@@ -108,9 +108,9 @@ def test_recomputed_activations_give_the_same_gradients(arch: Architecture) -> N
 def test_bf16_stays_close(arch: Architecture) -> None:
     tensors, ids = random_tensors(arch), _ids(arch)
     with torch.no_grad():
-        exact = load_whole(arch, DictWeights(tensors))(ids, document_BT=DOCUMENTS)
+        exact = load_whole(arch, DictWeights(tensors))(ids, documents=DOCUMENTS)
         rounded = load_whole(arch, DictWeights(tensors), dtype=torch.bfloat16)(
-            ids, document_BT=DOCUMENTS
+            ids, documents=DOCUMENTS
         ).float()
     # Rounding sends some positions to other experts.
     most = 0.15 if arch.num_experts else 0.04

@@ -276,10 +276,14 @@ def _notes(job: Job, device: Device) -> list[str]:
             "collectives are the same"
         )
     if device == "cuda" and not job.data.attend_across_documents:
-        notes.append(
-            "attend_across_documents = false: which attention kernel CUDA uses with a bias, and what it saves, is unknown; "
-            "the memory of flash attention and of the bias is counted"
-        )
+        if job.train.precision != "fp32" and job.architecture.flash_heads:
+            notes.append("attend_across_documents = false: FLOPs are those of one document a sequence")
+        else:
+            notes.append(
+                "attend_across_documents = false: flash attention takes bf16 and heads of up to 256, in multiples of 8; which "
+                "kernel CUDA uses with a bias instead, and what it saves, is unknown; the memory of flash attention and of "
+                "the bias is counted"
+            )
     if job.layout.expert > 1:
         notes.append(
             "the positions are spread evenly over the experts: where they are not, some ranks get and hold more"

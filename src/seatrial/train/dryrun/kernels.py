@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seatrial.hardware import accelerator
-from seatrial.parallel import context, expert
+from seatrial.parallel import context, expert, packed
 
 _flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
 
@@ -56,12 +56,17 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    # With a bias CUDA has no flash kernel. Which other one torch picks, and what it saves, depends on the GPU and on
-    # cuDNN, so `plan.cost.dryrun` reports it as unknown; the bias itself is counted where it is created.
+    # With a bias, which documents have where `packed` cannot be, CUDA has no flash kernel. Which other one torch picks,
+    # and what it saves, depends on the GPU and on cuDNN, so `plan.cost.dryrun` reports it as unknown; the bias itself is
+    # counted where it is created.
     width = query.shape[-1]
     if width % 8:  # the kernel needs multiples of 8
         query, key, value = (F.pad(x, (0, -width % 8)) for x in (query, key, value))
     return _flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0][..., :width]
+
+
+def _one_document_a_row(document_BT: Tensor, microbatch: int, chunks: Sequence[range]) -> Tensor:
+    return document_BT.new_empty(len(document_BT) // microbatch, len(chunks), 2, microbatch + 1)
 
 
 @contextmanager
@@ -74,6 +79,8 @@ def cuda_kernels() -> Iterator[None]:
         (F, "rms_norm", _rms_norm),
         (F, "scaled_dot_product_attention", _attention),
         (context, "lower_right", lambda _queries, _seen: None),  # as attention knows it
+        (accelerator, "has_flash_attention", lambda _device: True),
+        (packed, "document_bounds", _one_document_a_row),  # fake tensors do not say how many
     )
     with _replaced(kernels):
         yield

@@ -202,6 +202,10 @@ class Recorder(TorchDispatchMode):
             self.counts.flops[self.phase, "attention"] += 2 * _attention_product(args[0], args[1])
         elif packet in _BACKWARD_ATTENTION:
             self.counts.flops[self.phase, "attention"] += 5 * _attention_product(args[1], args[2])
+        elif packet is _aten._flash_attention_forward:
+            self.counts.flops[self.phase, "attention"] += 2 * _packed_product(args[0], longest=args[6])
+        elif packet is _aten._flash_attention_backward:
+            self.counts.flops[self.phase, "attention"] += 5 * _packed_product(args[1], longest=args[9])
         elif packet is _aten.addmm_:
             # Of the head's loss, part by part; torch counts the one that is not in place.
             self.counts.flops[self.phase, "matmul"] += 2 * args[1].numel() * args[2].shape[-1]
@@ -216,6 +220,11 @@ def _attention_product(query_BNTH: Tensor, key_BKSH: Tensor) -> int:
     """FLOPs of one product over all scores: 2 B N T S H."""
     B, N, T, H = query_BNTH.shape
     return 2 * B * N * T * key_BKSH.shape[2] * H
+
+
+def _packed_product(query_SNH: Tensor, longest: int) -> int:
+    """The same of sequences one after the other, all as long as the longest."""
+    return 2 * query_SNH.numel() * longest
 
 
 def dimensions(mesh: Any) -> dict[str, str]:
