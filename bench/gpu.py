@@ -1,6 +1,7 @@
 """The first hour on GPUs: a 7B model on this machine's, tokens per second, MFU and peak memory of Seatrial beside its peers.
 
-    python bench/gpu.py --peers-python PEERS/bin/python [--gpus N] [--precision bf16|fp8] [--layers N] [--microbatch 1] [--recompute]
+    python bench/gpu.py --peers-python PEERS/bin/python [--gpus N] [--precision bf16|fp8]
+        [--fp8-scaling rowwise|tensorwise|mxfp8] [--layers N] [--microbatch 1] [--recompute]
 
 Runs bench/peers.py, which explains the contestants and how they are installed, with qwen2.5-7b, then llama3-8b, which torchtitan has too:
 sequences of 4,096, 8 microbatches a step, FSDP2 over all GPUs. Without --layers each model gets as many layers as have their fp32
@@ -38,6 +39,7 @@ def main() -> int:
     parser.add_argument("--peers-python", default=sys.executable, help="the interpreter that has the peers")
     parser.add_argument("--gpus", type=int, help="default: all of this machine")
     parser.add_argument("--precision", choices=["bf16", "fp8"], default="bf16")
+    parser.add_argument("--fp8-scaling", choices=["rowwise", "tensorwise", "mxfp8"], default="rowwise")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--microbatch", type=int, default=1, help="sequences a GPU works on at once")
     parser.add_argument("--recompute", action="store_true")
@@ -63,6 +65,7 @@ def main() -> int:
             "model": model,
             "device": options.device,
             "precision": options.precision,
+            "fp8-scaling": options.fp8_scaling,
             "layouts": "1" if gpus == 1 else f"fsdp{gpus}",
             "sequence": 32 if dry else 4096,
             "microbatch": options.microbatch,

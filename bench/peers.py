@@ -3,6 +3,7 @@
     python -m venv PEERS && PEERS/bin/pip install torch==VERSION transformers accelerate torchtitan==0.2.2
     python bench/peers.py --peers-python PEERS/bin/python [--layouts 1 dp2 fsdp2 tp2-fsdp2 tp2-pp2] [--rounds 3]
         [--model small] [--layers N] [--sequence 128] [--batch 8] [--microbatch N] [--device cpu] [--precision fp32]
+        [--fp8-scaling rowwise]
 
 All train the same decoder from random weights on the same batches with AdamW, warm-up of 2 steps, clipping at 1; on a CPU with one
 thread a rank, on GPUs compiled. Each turn starts the ranks anew; they take turns in rounds, in changing order, so that a noisy machine
@@ -129,6 +130,7 @@ sequence_length = {o.sequence}
 global_batch = {o.batch}
 microbatch = {self.microbatch}
 precision = "{o.precision}"
+fp8_scaling = "{o.fp8_scaling}"
 activation_checkpointing = "{"full" if o.recompute else "none"}"
 compile = {"true" if o.device == "cuda" else "false"}
 [optimizer]
@@ -337,6 +339,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="small", help="small, or a model preset")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--precision", choices=["fp32", "bf16", "fp8"], default="fp32")
+    parser.add_argument("--fp8-scaling", choices=["rowwise", "tensorwise", "mxfp8"], default="rowwise")
     parser.add_argument("--recompute", action="store_true", help="recompute the activations of every layer")
     parser.add_argument("--layers", type=int, help="layers instead of the model's")
     parser.add_argument(

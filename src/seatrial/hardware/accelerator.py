@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from seatrial.base.errors import InputError
+from seatrial.hardware.catalogue import FLASH_HEAD_DIM, AttentionKernel
 from seatrial.hardware.devices import Device
 
 _PORTABLE = 1  # cudaHostRegisterPortable
@@ -68,6 +69,37 @@ def has_flash_attention(device: torch.device) -> bool:
 def upload(values: Tensor, device: torch.device) -> Tensor:
     """Values of the host on `device`. The copy to an accelerator is asynchronous."""
     return values.pin_memory().to(device, non_blocking=True) if is_accelerator(device) else values
+
+
+_takes_groups = True  # whether flash attention may be used
+
+
+def choose_attention(kernel: AttentionKernel, *, deterministic: bool) -> None:
+    """Let `scaled_dot_product_attention` use this kernel on GPUs, or the first that can.
+
+    Never the one that keeps all scores, unless only that has the same bits each time: without any other torch raises
+    RuntimeError.
+    """
+    global _takes_groups
+    allowed = {"flash", "cudnn", "efficient"} if kernel == "auto" else {kernel}
+    if deterministic:
+        allowed -= {"cudnn", "efficient"}
+    _takes_groups = "flash" in allowed
+    torch.backends.cuda.enable_flash_sdp("flash" in allowed)
+    torch.backends.cuda.enable_cudnn_sdp("cudnn" in allowed)
+    torch.backends.cuda.enable_mem_efficient_sdp("efficient" in allowed)
+    torch.backends.cuda.enable_math_sdp(deterministic)
+
+
+def needs_equal_heads(query: Tensor, *, biased: bool) -> bool:
+    """Whether attention's kernel wants as many heads of keys as of queries: of the fused ones only flash does not.
+
+    torch would take the kernel that keeps all scores without a word (pytorch/pytorch#154363).
+    """
+    flash = (
+        _takes_groups and not biased and query.dtype != torch.float32 and query.shape[-1] <= FLASH_HEAD_DIM
+    )
+    return is_accelerator(query.device) and not flash
 
 
 # -- streams and events

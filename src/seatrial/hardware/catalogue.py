@@ -9,6 +9,8 @@ from importlib.resources import files
 from typing import Literal
 
 Precision = Literal["fp32", "bf16", "fp8"]
+AttentionKernel = Literal["auto", "flash", "cudnn", "efficient"]
+FLASH_HEAD_DIM = 256  # the widest heads that FlashAttention-2 takes
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from seatrial.hardware.catalogue import FLASH_HEAD_DIM
 from seatrial.job.lora import Lora
 
 # The fields of a mixture of experts.
@@ -152,7 +153,7 @@ class Architecture:
     @property
     def flash_heads(self) -> bool:
         """Whether CUDA's flash attention takes heads of this width as they are."""
-        return self.head_dim % 8 == 0 and self.head_dim <= 256
+        return self.head_dim % 8 == 0 and self.head_dim <= FLASH_HEAD_DIM
 
     @property
     def query_width(self) -> int:

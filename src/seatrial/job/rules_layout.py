@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-from seatrial.hardware.catalogue import find_gpu
+from seatrial.hardware.catalogue import FLASH_HEAD_DIM, find_gpu
 from seatrial.job.finding import Facts, RuleViolation
 from seatrial.job.layout import Layout
 from seatrial.job.numbers import divisors, either, near_multiples, next_multiple
@@ -370,6 +370,29 @@ def _experts_compiled(facts: Facts) -> Iterator[RuleViolation]:
         )
 
 
+def _attention(facts: Facts) -> Iterator[RuleViolation]:
+    """Only what keeps the kernel from being used at all: otherwise torch says at the first step that there is none."""
+    job, kernel = facts.job, facts.job.train.attention
+    if kernel == "auto":
+        return
+    documents = not job.data.attend_across_documents
+    refused = (
+        ("cluster.device", job.cluster.device == "cpu", {"flash", "cudnn", "efficient"}, "CPU ranks have one kernel"),
+        ("train.precision", job.train.precision == "fp32", {"flash", "cudnn"}, "it takes 16-bit values, and precision is fp32"),
+        ("train.deterministic", job.train.deterministic, {"cudnn", "efficient"}, "its gradients may differ from run to run"),
+        ("parallel.context", facts.layout.context > 1, {"cudnn"}, "torch does not give it the masks of context parallel"),
+        ("data.attend_across_documents", documents, {"cudnn"}, "documents need a mask for it, which was not tried"),
+        ("model.head_dim", facts.architecture.head_dim > FLASH_HEAD_DIM, {"flash"}, f"it takes heads of up to {FLASH_HEAD_DIM}"),
+    )  # fmt: skip
+    for key, wrong, kernels, why in refused:
+        if wrong and kernel in kernels:
+            yield RuleViolation(
+                ("train.attention", key),
+                f'attention = "{kernel}" cannot be used: {why}',
+                'use attention = "auto"',
+            )
+
+
 def _fp8(facts: Facts) -> Iterator[RuleViolation]:
     train, arch = facts.job.train, facts.architecture
     keys, hint = ("train.precision",), 'use precision = "bf16"'
@@ -444,6 +467,7 @@ LAYOUT_RULES: tuple[Callable[[Facts], Iterator[RuleViolation]], ...] = (
     _experts_width,
     _experts_sharded,
     _experts_compiled,
+    _attention,
     _fp8,
     _fp8_widths,
 )

@@ -23,7 +23,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from seatrial.base.batches import BatchSizes
 from seatrial.base.errors import InputError
 from seatrial.base.registry import Registry
-from seatrial.hardware.catalogue import Precision, find_gpu
+from seatrial.hardware.catalogue import AttentionKernel, Precision, find_gpu
 from seatrial.job.callbacks import CALLBACKS, METRICS
 from seatrial.job.families import FAMILIES
 from seatrial.job.lora import LORA_TARGETS, LoraTarget
@@ -373,6 +373,11 @@ class TrainSection(Section):
         default="rowwise",
         description="what has a scale of its own: rowwise: each vector of a product; tensorwise: each tensor; mxfp8: every 32 "
         "values of a vector, on Blackwell GPUs; with fp8 only",
+    )
+    attention: AttentionKernel = Field(
+        default="auto",
+        description="attention's kernel on GPUs: FlashAttention-2, cuDNN's or the memory-efficient one; auto: torch's choice of "
+        "these; never one that keeps all scores",
     )
     activation_checkpointing: Literal["none", "selective", "full"] = Field(
         default="none",

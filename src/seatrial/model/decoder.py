@@ -30,8 +30,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import CausalBias
 from torch.utils.checkpoint import checkpoint
 
+from seatrial.hardware import accelerator
 from seatrial.job.architecture import Architecture, RopeScaling
 from seatrial.model.lora import add_adapters
 
@@ -144,6 +146,10 @@ def document_bias(document_BT: Tensor, dtype: torch.dtype, own: OwnPositions | N
 
 def attention(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, bias: Tensor | None = None) -> Tensor:
     """Causal attention or, with a bias, masked by it. [B, T, N, H]."""
+    group = q_BTNH.shape[2] // k_BTKH.shape[2]
+    biased = bias is not None and not isinstance(bias, CausalBias)  # which flash attention knows
+    if group > 1 and accelerator.needs_equal_heads(q_BTNH, biased=biased):
+        k_BTKH, v_BTKH = (x.repeat_interleave(group, 2) for x in (k_BTKH, v_BTKH))
     out_BNTH = F.scaled_dot_product_attention(
         q_BTNH.transpose(1, 2),
         k_BTKH.transpose(1, 2),

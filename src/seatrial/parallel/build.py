@@ -17,7 +17,7 @@ from seatrial.base.errors import InternalError
 from seatrial.base.private import keep_compiler_private
 from seatrial.data.loader import NO_TARGET
 from seatrial.hardware import accelerator
-from seatrial.hardware.catalogue import Precision
+from seatrial.hardware.catalogue import AttentionKernel, Precision
 from seatrial.job.architecture import Architecture
 from seatrial.job.layout import Coordinates, Layout
 from seatrial.job.parameters import is_router_bias
@@ -49,6 +49,7 @@ class Settings:
     masked: bool = False  # some targets may be NO_TARGET: the loss is the mean over the others of the step
     precision: Precision = "fp32"
     fp8_scaling: Fp8Scaling = "rowwise"
+    attention: AttentionKernel = "auto"
     activation_checkpointing: str = "none"
     recompute_every_layers: int = 1
     offload_activations: bool = False
@@ -122,7 +123,9 @@ class ParallelModel:
         self._divisor = torch.ones((), dtype=torch.float64, device=mesh.device)
         # Targets of the last step, over all ranks.
         self.counted: int | Tensor = 0
-        self._packs = packed.packs_documents(arch, mesh.device, settings.compute_dtype)
+        self._packs = settings.attention in ("auto", "flash") and packed.packs_documents(
+            arch, mesh.device, settings.compute_dtype
+        )
         self.stages = [
             build_stage(arch, index, mesh, settings, data_mesh, expert_mesh, self._divisor, packs=self._packs)
             for index in layout.stage_indices(mesh.at.pipeline)

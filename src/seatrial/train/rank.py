@@ -209,8 +209,15 @@ def timeout_of(job: Job) -> timedelta:
 def init_distributed(job: Job, environment: RankEnvironment, store: Store | None = None) -> Mesh:
     """Join the process group (see `join`), build the mesh of the job's layout, and seed torch; returns the mesh."""
     timeout = timeout_of(job)
-    if job.train.deterministic and environment.device != "cpu":
-        accelerator.make_deterministic()
+    train = job.train
+    if environment.device != "cpu":
+        accelerator.choose_attention(train.attention, deterministic=train.deterministic)
+        if train.deterministic:
+            accelerator.make_deterministic()
+    elif train.attention != "auto":
+        raise InputError(
+            f'train.attention = "{train.attention}" needs GPUs, and the ranks run on CPUs', hint='use "auto"'
+        )
     whole = optimizer_named(job.optimizer.name).matrix_states is not None
     mesh = build_mesh(job.layout, join(environment, timeout, store), timeout, with_stage=whole)
     torch.manual_seed(job.train.seed + mesh.rank)
@@ -340,6 +347,7 @@ def settings_of(job: Job) -> Settings:
         microbatch=train.microbatch,
         precision=train.precision,
         fp8_scaling=train.fp8_scaling,
+        attention=train.attention,
         activation_checkpointing=train.activation_checkpointing,
         recompute_every_layers=train.recompute_every_layers,
         offload_activations=train.offload_activations,

@@ -410,6 +410,32 @@ def test_what_fp8_needs(overrides: tuple[str, ...], at: str, message: str) -> No
     assert found.file == at
 
 
+@pytest.mark.parametrize(
+    ("kernel", "overrides", "message"),
+    [
+        ("flash", ("cluster.device=cpu",), "CPU ranks have one kernel"),
+        ("flash", ("train.precision=fp32",), "it takes 16-bit values"),
+        ("cudnn", ("train.precision=fp32",), "it takes 16-bit values"),
+        ("cudnn", ("train.deterministic=true",), "may differ from run to run"),
+        ("efficient", ("train.deterministic=true",), "may differ from run to run"),
+        ("cudnn", ("data.attend_across_documents=false",), "documents need a mask"),
+        ("cudnn", ("parallel.shard=1", "parallel.context=2"), "the masks of context parallel"),
+        ("flash", ("model.head_dim=320",), "heads of up to 256"),
+    ],
+)
+def test_what_a_kernel_of_attention_needs(kernel: str, overrides: tuple[str, ...], message: str) -> None:
+    found = only_problem(f"train.attention={kernel}", *overrides)
+    assert found.message.startswith(f'attention = "{kernel}" cannot be used: ')
+    assert message in found.message
+    assert "auto" in (found.hint or "")
+
+
+def test_other_kernels_of_attention_are_for_what_they_take() -> None:
+    for kernel, precision in (("flash", "bf16"), ("cudnn", "bf16"), ("efficient", "fp32"), ("auto", "fp32")):
+        job = load(GOOD, f"train.attention={kernel}", f"train.precision={precision}", "cluster.device=cuda")
+        assert job.train.attention == kernel
+
+
 def test_fp8_is_multiplied_where_the_gpu_can() -> None:
     for gpu in ("H100 SXM", "B300 SXM", "MI355X"):
         assert load(GOOD, "train.precision=fp8", f"cluster.gpu={gpu}").train.fp8_scaling == "rowwise"

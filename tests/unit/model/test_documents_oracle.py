@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from model_cases import ARCHITECTURES, DictWeights, Oracle, random_tensors
 
+from seatrial.hardware import accelerator
 from seatrial.job.architecture import Architecture
-from seatrial.model.decoder import document_bias, stored_name
+from seatrial.model.decoder import attention, document_bias, stored_name
 from seatrial.model.generate import load_whole
 
 T = 65
@@ -50,6 +51,22 @@ def _visible() -> torch.Tensor:
 def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     assert ours.shape == theirs.shape
     return ((ours - theirs).abs().max() / theirs.abs().max()).item()
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_repeated_keys_give_the_same_attention(documents: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they are for kernels that want as many heads of keys as of queries."""
+    generator = torch.Generator().manual_seed(2)
+    qkv = [torch.randn(3, T, n, 8, dtype=torch.float64, generator=generator) for n in (6, 2, 2)]
+    bias = document_bias(DOCUMENTS, torch.float64) if documents else None
+    found = []
+    for repeated in (False, True):
+        monkeypatch.setattr(accelerator, "needs_equal_heads", lambda _q, *, biased: repeated)  # noqa: B023
+        own = [x.clone().requires_grad_() for x in qkv]
+        out = attention(*own, bias)
+        found.append([out, *torch.autograd.grad(out.square().sum(), own)])
+    for ours, expected in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_bias_masks_later_positions_and_other_documents() -> None:

@@ -523,7 +523,7 @@ def layer_activations(model: Architecture, recipe: Recipe, stack: Stack) -> floa
         if recipe.compiled and model.gated:
             mlp = 3  # one kernel computes the product of gate and up; silu(gate) is not kept
         heads = (3 if reorders(recipe, stack) else 2) * NH
-        keys = 2 * KH
+        keys = 2 * (NH if recipe.precision == "fp32" and stack.name in OURS else KH)  # `needs_equal_heads`
         if recipe.context > 1 and stack.name in OURS:
             keys *= recipe.context  # gathered
             heads += NH  # attention's output, of each chunk and joined

@@ -69,6 +69,10 @@ def _one_document_a_row(document_BT: Tensor, microbatch: int, chunks: Sequence[r
     return document_BT.new_empty(len(document_BT) // microbatch, len(chunks), 2, microbatch + 1)
 
 
+def _needs_equal_heads(query: Tensor, *, biased: bool) -> bool:
+    return biased or query.dtype == torch.float32
+
+
 @contextmanager
 def cuda_kernels() -> Iterator[None]:
     """Context in which `F.rms_norm` and attention are traced as CUDA's kernels. For fake tensors only.
@@ -79,6 +83,7 @@ def cuda_kernels() -> Iterator[None]:
         (F, "rms_norm", _rms_norm),
         (F, "scaled_dot_product_attention", _attention),
         (context, "lower_right", lambda _queries, _seen: None),  # as attention knows it
+        (accelerator, "needs_equal_heads", _needs_equal_heads),
         (accelerator, "has_flash_attention", lambda _device: True),
         (packed, "document_bounds", _one_document_a_row),  # fake tensors do not say how many
     )
