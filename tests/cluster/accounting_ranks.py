@@ -16,10 +16,10 @@ from typing import Any
 
 import parity_ranks
 from parity_ranks import SEQUENCES, NoisyWeights, batch
-from torch import Tensor
 from torch._C._distributed_c10d import Work
 
 from seatrial.base.batches import BatchSizes
+from seatrial.data.loader import Batch
 from seatrial.job import loss_rows
 from seatrial.parallel.mesh import Mesh
 from seatrial.train.loop import Loop
@@ -55,11 +55,11 @@ class Batches:
     def samples(self, step: int) -> tuple[int, int]:
         return self.batches.samples(step)
 
-    def batch(self, step: int, first: int, count: int) -> tuple[Tensor, Tensor, None]:
+    def batch(self, step: int, first: int, count: int) -> Batch:
         self.step = step
         self.before()
         rows = batch(step)[first : first + count]
-        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), None
+        return Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), None)
 
 
 def work(case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
