@@ -85,6 +85,12 @@ LAYOUTS = {
         "train.activation_checkpointing=selective",
         *LORA,
     ),
+    "keys repeated": (
+        "train.sequence_length=8192",
+        "train.global_batch=32",
+        "train.attention=efficient",
+        "train.activation_checkpointing=none",
+    ),
     "lora, fp8": (
         "train.global_batch=32",
         *ATTENTION,

@@ -46,6 +46,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2-gpipe-fsdp2": {"pipeline": 2, "schedule": "gpipe", "shard": 2},
     "tp2-cp2": {"tensor": 2, "shard": 2, "context": 2},
 }
+PACKED = {"full": parity.FULL, "tp2-cp2": LAYOUTS["tp2-cp2"]}  # see test_packed_documents
 LONG = ("pp2-gpipe-fsdp2", "replicate2-fsdp2", "pp4", "pp2-interleaved")
 
 
@@ -71,6 +72,10 @@ def out(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         {"name": "one", "layout": {}, **common},
         {"name": "one-documents", "layout": {}, "documents": True, **common},
         {"name": "full-documents", "layout": parity.FULL, "documents": True, **common},
+        *(
+            {"name": f"{n}-packed", "layout": at, "documents": True, "packed": True, **common}
+            for n, at in PACKED.items()
+        ),
         {"name": "one-experts", "layout": {}, "family": "qwen3_moe", **common},
         {"name": "ep2-experts", "layout": {"shard": 4, "expert": 2}, "family": "qwen3_moe", **common},
         {"name": "one-masked", "layout": {}, **masked},
@@ -109,9 +114,10 @@ def test_experts_of_other_ranks_take_part(out: Path) -> None:
     assert abs(one[STEPS] - losses(out, "one")[STEPS]) > 1e-3
 
 
-def test_documents_are_masked_as_in_training(out: Path) -> None:
-    one, full = losses(out, "one-documents"), losses(out, "full-documents")
-    assert full == pytest.approx(one, abs=1e-5, rel=0)
+@pytest.mark.parametrize("name", ["full-documents", *(f"{n}-packed" for n in PACKED)])
+def test_documents_are_masked_as_in_training(name: str, out: Path) -> None:
+    one = losses(out, "one-documents")
+    assert losses(out, name) == pytest.approx(one, abs=1e-5, rel=0)
     assert abs(one[STEPS] - losses(out, "one")[STEPS]) > 1e-3
 
 

@@ -71,7 +71,7 @@ def upload(values: Tensor, device: torch.device) -> Tensor:
     return values.pin_memory().to(device, non_blocking=True) if is_accelerator(device) else values
 
 
-_takes_groups = True  # whether flash attention may be used
+_flash_allowed = True  # by `choose_attention`
 
 
 def choose_attention(kernel: AttentionKernel, *, deterministic: bool) -> None:
@@ -80,25 +80,28 @@ def choose_attention(kernel: AttentionKernel, *, deterministic: bool) -> None:
     Never the one that keeps all scores, unless only that has the same bits each time: without any other torch raises
     RuntimeError.
     """
-    global _takes_groups
+    global _flash_allowed
     allowed = {"flash", "cudnn", "efficient"} if kernel == "auto" else {kernel}
     if deterministic:
         allowed -= {"cudnn", "efficient"}
-    _takes_groups = "flash" in allowed
+    _flash_allowed = "flash" in allowed
     torch.backends.cuda.enable_flash_sdp("flash" in allowed)
     torch.backends.cuda.enable_cudnn_sdp("cudnn" in allowed)
     torch.backends.cuda.enable_mem_efficient_sdp("efficient" in allowed)
     torch.backends.cuda.enable_math_sdp(deterministic)
 
 
-def needs_equal_heads(query: Tensor, *, biased: bool) -> bool:
-    """Whether attention's kernel wants as many heads of keys as of queries: of the fused ones only flash does not.
+def flash_takes(query: Tensor, *, biased: bool) -> bool:
+    """Whether flash attention can be used, which of the fused kernels alone takes fewer heads of keys than of queries."""
+    return not biased and query.dtype != torch.float32 and query.shape[-1] <= FLASH_HEAD_DIM
 
-    torch would take the kernel that keeps all scores without a word (pytorch/pytorch#154363).
+
+def needs_equal_heads(query: Tensor, *, biased: bool) -> bool:
+    """Whether attention's kernel needs as many heads of keys as of queries.
+
+    Given fewer, torch would silently use the kernel that keeps all scores (pytorch/pytorch#154363).
     """
-    flash = (
-        _takes_groups and not biased and query.dtype != torch.float32 and query.shape[-1] <= FLASH_HEAD_DIM
-    )
+    flash = _flash_allowed and flash_takes(query, biased=biased)
     return is_accelerator(query.device) and not flash
 
 

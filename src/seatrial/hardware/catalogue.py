@@ -10,7 +10,8 @@ from typing import Literal
 
 Precision = Literal["fp32", "bf16", "fp8"]
 AttentionKernel = Literal["auto", "flash", "cudnn", "efficient"]
-FLASH_HEAD_DIM = 256  # the widest heads that FlashAttention-2 takes
+FLASH: tuple[AttentionKernel, ...] = ("auto", "flash")  # with which FlashAttention-2 may be used
+FLASH_HEAD_DIM = 256  # the widest heads that it takes
 
 
 @dataclass(frozen=True)

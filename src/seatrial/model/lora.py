@@ -35,9 +35,8 @@ class LoraLinear(nn.Linear):
         self.lora_A = nn.Linear(linear.in_features, lora.rank, bias=False)
         self.lora_B = nn.Linear(lora.rank, linear.out_features, bias=False)
         self.scale = lora.scale
-        self.multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor] = (
-            F.linear
-        )  # with the weight and bias
+        # With the weight and bias; or a replacement in another precision.
+        self.multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
 
     def forward(self, x: Tensor) -> Tensor:
         # The adapter first: recomputation then stops before the product with W, whose result no gradient needs.

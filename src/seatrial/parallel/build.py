@@ -17,7 +17,7 @@ from seatrial.base.errors import InternalError
 from seatrial.base.private import keep_compiler_private
 from seatrial.data.loader import NO_TARGET
 from seatrial.hardware import accelerator
-from seatrial.hardware.catalogue import AttentionKernel, Precision
+from seatrial.hardware.catalogue import FLASH, AttentionKernel, Precision
 from seatrial.job.architecture import Architecture
 from seatrial.job.layout import Coordinates, Layout
 from seatrial.job.parameters import is_router_bias
@@ -123,7 +123,7 @@ class ParallelModel:
         self._divisor = torch.ones((), dtype=torch.float64, device=mesh.device)
         # Targets of the last step, over all ranks.
         self.counted: int | Tensor = 0
-        self._packs = settings.attention in ("auto", "flash") and packed.packs_documents(
+        self._packs = settings.attention in FLASH and packed.packs_documents(
             arch, mesh.device, settings.compute_dtype
         )
         self.stages = [

@@ -58,7 +58,7 @@ def packed_attention(q_BCNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, bounds_2L: 
     S = k_BSKH.shape[1]
     q, k, v = (x.flatten(0, 1) for x in (q_BCNH, k_BSKH, v_BSKH))  # of a chunk of several sequences: copies
     # The last query of a document sees its last key. No dropout.
-    # Not its public form, torch.nn.attention.varlen: whose signature changes from torch 2.11 to 2.13.
+    # Its public form, torch.nn.attention.varlen, has another signature in torch 2.11 than in 2.13.
     out = torch.ops.aten._flash_attention_forward(q, k, v, bounds_2L[0], bounds_2L[1], C, S, 0.0, True, False)
     return out[0].unflatten(0, (B, C))
 

@@ -220,7 +220,7 @@ def init_distributed(job: Job, environment: RankEnvironment, store: Store | None
         )
     whole = optimizer_named(job.optimizer.name).matrix_states is not None
     mesh = build_mesh(job.layout, join(environment, timeout, store), timeout, with_stage=whole)
-    torch.manual_seed(job.train.seed + mesh.rank)
+    torch.manual_seed(train.seed + mesh.rank)
     return mesh
 
 

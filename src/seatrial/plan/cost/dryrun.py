@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from seatrial.base.errors import InputError, InternalError, RunFailed, address_limit
 from seatrial.base.process import python
+from seatrial.hardware.catalogue import FLASH
 from seatrial.job.job import Job
 from seatrial.job.layout import Coordinates
 from seatrial.job.optimizers import optimizer_named
@@ -276,7 +277,8 @@ def _notes(job: Job, device: Device) -> list[str]:
             "collectives are the same"
         )
     if device == "cuda" and not job.data.attend_across_documents:
-        if job.train.precision != "fp32" and job.architecture.flash_heads:
+        flash = job.train.attention in FLASH and job.train.precision != "fp32"
+        if flash and job.architecture.flash_heads:
             notes.append("attend_across_documents = false: FLOPs are those of one document a sequence")
         else:
             notes.append(

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from seatrial.base.units import GIB, MIB
+from seatrial.hardware.catalogue import FLASH, FLASH_HEAD_DIM
 from seatrial.job.architecture import Architecture
 from seatrial.job.layout import Layout
 from seatrial.job.loss_rows import loss_rows
@@ -523,7 +524,7 @@ def layer_activations(model: Architecture, recipe: Recipe, stack: Stack) -> floa
         if recipe.compiled and model.gated:
             mlp = 3  # one kernel computes the product of gate and up; silu(gate) is not kept
         heads = (3 if reorders(recipe, stack) else 2) * NH
-        keys = 2 * (NH if recipe.precision == "fp32" and stack.name in OURS else KH)  # `needs_equal_heads`
+        keys = 2 * (NH if stack.name in OURS and _repeats_keys(model, recipe) else KH)
         if recipe.context > 1 and stack.name in OURS:
             keys *= recipe.context  # gathered
             heads += NH  # attention's output, of each chunk and joined
@@ -546,6 +547,12 @@ def layer_activations(model: Architecture, recipe: Recipe, stack: Stack) -> floa
     if recipe.precision == "fp8":  # GEMM inputs are saved in 8 bits; attention's output in both widths
         kept -= t * (2 * D / own + F / n - NH / n)
     return kept
+
+
+def _repeats_keys(model: Architecture, recipe: Recipe) -> bool:
+    """Whether attention gets keys and values once for each query head: `hardware.accelerator.needs_equal_heads`."""
+    flash = recipe.attention in FLASH and recipe.precision != "fp32"
+    return not flash or model.head_dim > FLASH_HEAD_DIM
 
 
 def _routing(model: Architecture, recipe: Recipe) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from seatrial.hardware.catalogue import Precision
+from seatrial.hardware.catalogue import AttentionKernel, Precision
 from seatrial.job.architecture import Architecture
 from seatrial.job.job import Job
 from seatrial.job.layout import Layout
@@ -36,6 +36,7 @@ class Recipe:
     context: int = 1
     optimizer: str = ADAMW.name
     precision: Precision = "bf16"
+    attention: AttentionKernel = "auto"  # our trainer
     sharding: Sharding = "full"
     reshard: bool = True  # full sharding: gather weights again for the backward pass
     recompute: Recompute = "none"
@@ -61,6 +62,7 @@ class Recipe:
             context=job.layout.context,
             optimizer=job.optimizer.name,
             precision=train.precision,
+            attention=train.attention,
             reshard=job.parallel.reshards,
             recompute=train.activation_checkpointing,
             recompute_every=train.recompute_every_layers,

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seatrial.hardware import accelerator
+from seatrial.hardware.catalogue import FLASH, AttentionKernel
 from seatrial.parallel import context, expert, packed
 
 _flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
@@ -69,21 +70,21 @@ def _one_document_a_row(document_BT: Tensor, microbatch: int, chunks: Sequence[r
     return document_BT.new_empty(len(document_BT) // microbatch, len(chunks), 2, microbatch + 1)
 
 
-def _needs_equal_heads(query: Tensor, *, biased: bool) -> bool:
-    return biased or query.dtype == torch.float32
-
-
 @contextmanager
-def cuda_kernels() -> Iterator[None]:
+def cuda_kernels(attention: AttentionKernel) -> Iterator[None]:
     """Context in which `F.rms_norm` and attention are traced as CUDA's kernels. For fake tensors only.
 
     Not a TorchFunctionMode: that is disabled during a backward pass, where recomputed layers run.
     """
+
+    def needs_equal_heads(query: Tensor, *, biased: bool) -> bool:
+        return not (attention in FLASH and accelerator.flash_takes(query, biased=biased))
+
     kernels: tuple[tuple[Any, str, Any], ...] = (
         (F, "rms_norm", _rms_norm),
         (F, "scaled_dot_product_attention", _attention),
         (context, "lower_right", lambda _queries, _seen: None),  # as attention knows it
-        (accelerator, "needs_equal_heads", _needs_equal_heads),
+        (accelerator, "needs_equal_heads", needs_equal_heads),
         (accelerator, "has_flash_attention", lambda _device: True),
         (packed, "document_bounds", _one_document_a_row),  # fake tensors do not say how many
     )

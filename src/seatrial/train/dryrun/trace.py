@@ -157,7 +157,7 @@ def trace(job: Job, rank: int, kind: str, *, steps: int = 1, edges: tuple[int, i
     with fake_world(job, rank, kind) as mesh, ExitStack() as modes:
         modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         if kind == "cuda":
-            modes.enter_context(cuda_kernels())
+            modes.enter_context(cuda_kernels(job.train.attention))
             modes.enter_context(host_memory_apart())
         modes.enter_context(balanced_experts())
         with _plain_memory():
