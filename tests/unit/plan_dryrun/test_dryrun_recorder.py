@@ -93,7 +93,7 @@ def test_collectives_of_unknown_groups_are_refused() -> None:
 
 def test_cuda_rms_norm_saves_one_value_a_row() -> None:
     original = F.rms_norm
-    with FakeTensorMode(), cuda_kernels():
+    with FakeTensorMode(), cuda_kernels("auto"):
         x, weight = torch.empty(6, 32, requires_grad=True), torch.empty(32, requires_grad=True)
         seen = recorder()
         with seen:
@@ -109,7 +109,7 @@ def test_cuda_rms_norm_saves_one_value_a_row() -> None:
 
 @pytest.mark.parametrize("width", [16, 12])
 def test_cuda_attention_does_not_repeat_grouped_keys(width: int) -> None:
-    with FakeTensorMode(), cuda_kernels():
+    with FakeTensorMode(), cuda_kernels("auto"):
         q = torch.empty(2, 4, 8, width, requires_grad=True)
         k = torch.empty(2, 2, 8, width, requires_grad=True)
         seen = recorder()
