@@ -107,11 +107,24 @@ class OnCpu:
             validates=True,
             keeping=lambda model, optimizer: Copies(model, optimizer, 1),
         )
+        skip_no_save(run)
         assert run.loop.run(1) == "done"
         self.metrics = metrics(run)
         self.states = run.copies.taken | {STEPS: run.state()}
         self.checkpoints = checkpoints(run)
         self.run = run
+
+
+def skip_no_save(run: Run) -> None:
+    """Let each save wait for the one before, which otherwise delays it by a step or more where writing is slow."""
+    saver = run.loop._saver
+    begin = saver.begin
+
+    def wait_and_begin(step: int) -> bool:
+        saver._wait()
+        return begin(step)
+
+    saver.begin = wait_and_begin  # type: ignore[method-assign]
 
 
 def metrics(run: Run) -> list[tuple[Any, ...]]:
@@ -160,6 +173,7 @@ def problems(folder: Path, on_cpu: OnCpu, at_end: ExitStack, *, slow: bool = Fal
     )
     copies: Any = run.copies
     at_end.callback(copies.close)
+    skip_no_save(run)
     if not slow:
         run.spoil(8, times=2)
     try:
