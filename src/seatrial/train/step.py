@@ -224,11 +224,12 @@ def local_vector(
     on_host[index(_MEMORY)] = own.memory_bytes()
     if own.clock is not None:
         on_host[index(_SECONDS)] = own.clock.read()
-    values = on_host.to(mesh.device, non_blocking=True)
+    values = accelerator.upload(on_host, mesh.device)
     values[_LOSS] = loss
-    values[_BALANCE] = model.take_balance_loss()
+    # A number that is assigned is copied, and the host waits for all work before that: `fill_` passes it to a kernel.
+    values[_BALANCE].fill_(model.take_balance_loss())
     if mesh.rank == 0:
-        values[_COUNTED] = model.counted
+        values[_COUNTED].fill_(model.counted)
         if count_LX is not None:
             values[_LARGEST : _IDLE + 1] = expert_load(count_LX[model.arch.first_k_dense_replace :])
     values[_NORM] = norm_squared
