@@ -16,8 +16,6 @@ class Record(ctypes.Structure):
     _fields_ = [
         ("kind", ctypes.c_int64),
         ("stream", ctypes.c_uint64),
-        ("object", ctypes.c_uint64),
-        ("bytes", ctypes.c_uint64),
         ("name", ctypes.c_char_p),
     ]
 
@@ -43,9 +41,12 @@ def records_since() -> list[tuple[str, str, int]]:
 
 
 def ours(stack: traceback.StackSummary) -> str:
-    """The innermost line of src in `stack`."""
+    """The innermost line of src in `stack`, and its function."""
     frames = [f for f in stack if "/seatrial/" in f.filename]
-    return f"{frames[-1].filename.rpartition('/seatrial/')[2]}:{frames[-1].lineno}" if frames else "torch"
+    if not frames:
+        return "torch"
+    frame = frames[-1]
+    return f"{frame.filename.rpartition('/seatrial/')[2]}:{frame.lineno} {frame.name}"
 
 
 @contextmanager

@@ -102,7 +102,7 @@ ATTENTION = {"flash": "flash attention", "cudnn": "cuDNN attention", "efficient"
 
 # What torch does on some GPUs, and no code of ours can change: grouped_mm multiplies expert by expert there, after it has read
 # on the host where each begins.
-READS_OFFSETS = {"model/decoder.py", "torch"}
+READS_OFFSETS = {"model/decoder.py forward", "torch"}
 
 
 @dataclass(frozen=True)
@@ -273,11 +273,13 @@ def problems(case: Case, capability: int, found: dict[str, Any], made: Counter[s
     expected = case.expected(capability)
     if by != expected:
         wrong.append(f"attention by {sorted(by)}, not {sorted(expected)}")
-    allowed = {"train/step.py"}
+    if made["softmax"] and case.model != EXPERTS:  # whose routers have one
+        wrong.append("scores are kept: there is a softmax")
+    allowed = {"train/step.py values"}
     allowed |= READS_OFFSETS if capability in case.reads_offsets else set()
-    allowed |= {"parallel/expert.py"} if case.reads_sizes else set()
-    for wait, n in found["waits"]["step"].items():
-        if wait.rpartition(" at ")[2].partition(":")[0] not in allowed:
+    allowed |= {"parallel/expert.py split_sizes"} if case.reads_sizes else set()
+    for wait, n in found["waits"].items():
+        if re.sub(r":\d+", "", wait.rpartition(" at ")[2]) not in allowed:
             wrong.append(f"{n} times in a step the host waits: {wait}")
     races = found["races"] or {}
     if case.without and not races:
@@ -310,7 +312,7 @@ def report(case: Case, capability: int, found: dict[str, Any], into: TextIO) -> 
     calls = ", ".join(f"{group} {n}" for group, n in made.most_common())
     print(f"\n{case.name}, capability {capability / 10}: {found['streams']} streams", file=into)
     print(f"  {calls}", file=into)
-    waits = Counter(wait.rpartition(" at ")[2] for wait in Counter(found["waits"]["step"]).elements())
+    waits = Counter(wait.rpartition(" at ")[2] for wait in Counter(found["waits"]).elements())
     print(
         f"  the host waits in {', '.join(f'{where} ({n})' for where, n in sorted(waits.items()))}", file=into
     )

@@ -2,7 +2,7 @@
  * without a GPU, with its own allocator, autograd, streams and process groups.
  *
  * Nothing writes to memory of the "device", which is the host's: it holds zeros, and costs nothing. What is asked of the device
- * is recorded in the order of the calls; `null_records` returns it. See null_cuda.py. */
+ * is recorded in the order of the calls; `null_records` returns it. See run.py. */
 
 #define _GNU_SOURCE
 /* The headers of half precision need some that no wheel has. */
@@ -26,8 +26,6 @@ typedef struct { unsigned short bits; } __half, __half2, __nv_bfloat16;
 typedef struct {
     int64_t kind; /* 'K' kernel, 'B' cuBLAS, 'N' NCCL, 'C' copy, 'R' event recorded, 'W' wait for an event, 'S' the host waits */
     uint64_t stream;
-    uint64_t object; /* the event; of NCCL the communicator */
-    uint64_t bytes;
     const char *name;
 } Record;
 
@@ -37,16 +35,16 @@ static size_t count, capacity;
 static void (*on_wait)(const char *);
 static __thread uint64_t nccl_stream = UINT64_MAX;
 
-static void add(char kind, const void *stream, const void *object, size_t bytes, const char *name) {
+static void add(char kind, const void *stream, const char *name) {
     pthread_mutex_lock(&lock);
     if (count == capacity)
         records = realloc(records, (capacity = 2 * capacity + 4096) * sizeof *records);
-    records[count++] = (Record){kind, (uint64_t)stream, (uint64_t)object, bytes, name};
+    records[count++] = (Record){kind, (uint64_t)stream, name};
     pthread_mutex_unlock(&lock);
 }
 
 static void host_waits(const char *how) {
-    add('S', 0, 0, 0, how);
+    add('S', 0, how);
     if (on_wait)
         on_wait(how);
 }
@@ -64,7 +62,7 @@ uint64_t null_nccl_stream(void) {
 }
 
 /* A kernel that Python stands in for; `name` is kept. */
-void null_kernel(const char *name, uint64_t stream) { add('K', (void *)stream, 0, 0, strdup(name)); }
+void null_kernel(const char *name, uint64_t stream) { add('K', (void *)stream, strdup(name)); }
 
 /* -- the device */
 
@@ -166,11 +164,11 @@ int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *n, void *f, int block, size
 int cuOccupancyMaxActiveClusters(int *n, void *f, const void *config) { *n = 1; return 0; }
 int cuLaunchKernel(void *f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, void *s,
                    void **args, void **extra) {
-    add('K', s, 0, 0, f);
+    add('K', s, f);
     return 0;
 }
 typedef struct { unsigned grid[3], block[3], shared; void *stream, *attributes; unsigned n; } Launch; /* CUlaunchConfig */
-int cuLaunchKernelEx(const Launch *c, void *f, void **args, void **extra) { add('K', c->stream, 0, 0, f); return 0; }
+int cuLaunchKernelEx(const Launch *c, void *f, void **args, void **extra) { add('K', c->stream, f); return 0; }
 #define NO_DRIVER(name) \
     int name(void) { return NOT_SUPPORTED; }
 NO_DRIVER(cuGetErrorString)
@@ -264,7 +262,7 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *a, const void
 static void copy(void *to, const void *from, size_t n, cudaStream_t s) {
     enum cudaMemoryType a = find(from, 0).type, b = find(to, 0).type;
     int on_device = a == cudaMemoryTypeDevice && b == cudaMemoryTypeDevice;
-    add('C', s, 0, n, on_device ? "copy on the device" : b == cudaMemoryTypeDevice ? "upload" : "download");
+    add('C', s, on_device ? "copy on the device" : b == cudaMemoryTypeDevice ? "upload" : "download");
     /* CUDA stages memory that is not pinned, and returns when it has. */
     if (n && (a == cudaMemoryTypeUnregistered || b == cudaMemoryTypeUnregistered))
         host_waits("a copy of host memory that is not pinned");
@@ -281,7 +279,7 @@ cudaError_t cudaMemcpy(void *to, const void *from, size_t n, enum cudaMemcpyKind
     return cudaSuccess;
 }
 cudaError_t cudaMemsetAsync(void *p, int value, size_t n, cudaStream_t s) {
-    add('K', s, 0, n, "memset");
+    add('K', s, "memset");
     return cudaSuccess;
 }
 cudaError_t cudaMemset(void *p, int value, size_t n) { return cudaMemsetAsync(p, value, n, 0); }
@@ -300,7 +298,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t s) { return cudaSuccess; }
 cudaError_t cudaStreamQuery(cudaStream_t s) { return cudaSuccess; }
 cudaError_t cudaStreamSynchronize(cudaStream_t s) { host_waits("cudaStreamSynchronize"); return cudaSuccess; }
 cudaError_t cudaDeviceSynchronize(void) { host_waits("cudaDeviceSynchronize"); return cudaSuccess; }
-cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned f) { add('W', s, e, 0, ""); return cudaSuccess; }
+cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned f) { add('W', s, ""); return cudaSuccess; }
 cudaError_t cudaStreamIsCapturing(cudaStream_t s, enum cudaStreamCaptureStatus *c) {
     *c = cudaStreamCaptureStatusNone;
     return cudaSuccess;
@@ -313,7 +311,7 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t s, enum cudaStreamCaptureStatu
 cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *m) { return cudaSuccess; }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *e, unsigned f) { *e = handle(); return cudaSuccess; }
 cudaError_t cudaEventCreate(cudaEvent_t *e) { *e = handle(); return cudaSuccess; }
-cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) { add('R', s, e, 0, ""); return cudaSuccess; }
+cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) { add('R', s, ""); return cudaSuccess; }
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned f) { return cudaEventRecord(e, s); }
 cudaError_t cudaEventQuery(cudaEvent_t e) { return cudaSuccess; }
 cudaError_t cudaEventSynchronize(cudaEvent_t e) { host_waits("cudaEventSynchronize"); return cudaSuccess; }
@@ -357,7 +355,7 @@ cudaError_t __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *shared, 
 cudaError_t __cudaGetKernel(cudaKernel_t *k, const void *f) { *k = (cudaKernel_t)f; return cudaSuccess; }
 cudaError_t cudaLaunchKernel(const void *f, dim3 grid, dim3 block, void **args, size_t shared, cudaStream_t s) {
     const char *name = kernel(f)->name;
-    add('K', s, 0, 0, name ? name : "unknown");
+    add('K', s, name ? name : "unknown");
     return cudaSuccess;
 }
 cudaError_t __cudaLaunchKernel(cudaKernel_t k, dim3 grid, dim3 block, void **args, size_t shared, cudaStream_t s) {
@@ -384,7 +382,7 @@ cudaError_t cudaGetSymbolAddress(void **p, const void *symbol) { return cudaMall
 
 #define MATMUL(name, ...)                                             \
     cublasStatus_t name(cublasHandle_t h, ##__VA_ARGS__) {            \
-        add('B', *(void **)h, 0, 0, #name);                           \
+        add('B', *(void **)h, #name);                           \
         return CUBLAS_STATUS_SUCCESS;                                 \
     }
 
@@ -452,24 +450,16 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t h, cublasLtMatmulDesc_t d, const 
                               const void *b, cublasLtMatrixLayout_t lb, const void *be, const void *c, cublasLtMatrixLayout_t lc,
                               void *e, cublasLtMatrixLayout_t le, const cublasLtMatmulAlgo_t *algorithm, void *w, size_t n,
                               cudaStream_t s) {
-    add('B', s, 0, 0, "cublasLtMatmul");
+    add('B', s, "cublasLtMatmul");
     return CUBLAS_STATUS_SUCCESS;
 }
 
 /* -- NCCL: every rank but this one is imagined */
 
 struct ncclComm { int rank, size; };
-static size_t width(ncclDataType_t t) {
-    switch ((int)t) {
-    case ncclFloat16: case ncclBfloat16: return 2;
-    case ncclInt32: case ncclUint32: case ncclFloat32: return 4;
-    case ncclInt64: case ncclUint64: case ncclFloat64: return 8;
-    default: return 1;
-    }
-}
-static ncclResult_t collective(const char *name, size_t elements, ncclDataType_t t, ncclComm_t c, cudaStream_t s) {
+static ncclResult_t collective(const char *name, cudaStream_t s) {
     nccl_stream = (uint64_t)s;
-    add('N', s, c, elements * width(t), name);
+    add('N', s, name);
     return ncclSuccess;
 }
 static ncclResult_t join(ncclComm_t *c, int size, int rank) {
@@ -506,29 +496,29 @@ ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t *op, void *v, ncclDataType_t t
 }
 ncclResult_t ncclRedOpDestroy(ncclRedOp_t op, ncclComm_t c) { return ncclSuccess; }
 ncclResult_t ncclAllReduce(const void *a, void *b, size_t n, ncclDataType_t t, ncclRedOp_t op, ncclComm_t c, cudaStream_t s) {
-    return collective("all_reduce", n, t, c, s);
+    return collective("all_reduce", s);
 }
 ncclResult_t ncclAllGather(const void *a, void *b, size_t n, ncclDataType_t t, ncclComm_t c, cudaStream_t s) {
-    return collective("all_gather", n * c->size, t, c, s);
+    return collective("all_gather", s);
 }
 ncclResult_t ncclReduceScatter(const void *a, void *b, size_t n, ncclDataType_t t, ncclRedOp_t op, ncclComm_t c, cudaStream_t s) {
-    return collective("reduce_scatter", n * c->size, t, c, s);
+    return collective("reduce_scatter", s);
 }
 ncclResult_t ncclReduce(const void *a, void *b, size_t n, ncclDataType_t t, ncclRedOp_t op, int root, ncclComm_t c, cudaStream_t s) {
-    return collective("reduce", n, t, c, s);
+    return collective("reduce", s);
 }
 ncclResult_t ncclBroadcast(const void *a, void *b, size_t n, ncclDataType_t t, int root, ncclComm_t c, cudaStream_t s) {
-    return collective("broadcast", n, t, c, s);
+    return collective("broadcast", s);
 }
 ncclResult_t ncclBcast(void *a, size_t n, ncclDataType_t t, int root, ncclComm_t c, cudaStream_t s) {
-    return collective("broadcast", n, t, c, s);
+    return collective("broadcast", s);
 }
 ncclResult_t ncclAlltoAll(const void *a, void *b, size_t n, ncclDataType_t t, ncclComm_t c, cudaStream_t s) {
-    return collective("all_to_all", n * c->size, t, c, s);
+    return collective("all_to_all", s);
 }
 ncclResult_t ncclSend(const void *a, size_t n, ncclDataType_t t, int peer, ncclComm_t c, cudaStream_t s) {
-    return collective("send", n, t, c, s);
+    return collective("send", s);
 }
 ncclResult_t ncclRecv(void *a, size_t n, ncclDataType_t t, int peer, ncclComm_t c, cudaStream_t s) {
-    return collective("recv", n, t, c, s);
+    return collective("recv", s);
 }

@@ -1,4 +1,4 @@
-"""Steps of one rank under the runtime that does nothing; see null_cuda.py, which starts it. JSON on stdin and stdout."""
+"""Steps of one rank under the runtime that does nothing; see run.py, which starts it. JSON on stdin and stdout."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +32,8 @@ from seatrial.train.loop import Loop
 from seatrial.train.rank import RankEnvironment, build, init_distributed
 from seatrial.train.records import into_file
 
-LOOKED_AT, BOUNDARY = (
-    5,
-    6,
-)  # of these steps one is looked at; after the other the state is verified and copied
-
+LOOKED_AT = 5  # the step that is reported
+BOUNDARY = 6  # the step after which the state is verified and copied
 
 cudnn = torch.library.Library("aten", "IMPL")  # whose kernels are found by asking the driver
 
@@ -136,7 +133,7 @@ def main() -> None:
     model, optimizer = build(job, mesh, NoWeights())
     if model._pipeline is not None:
         _no_first_exchange(model._pipeline.schedule(job.microbatches))
-    waits: dict[str, Counter[str]] = {"step": Counter(), "after it": Counter()}
+    waits: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as name, ExitStack() as checks:
         folder = RunFolder(Path(name))
         folder.checkpoints.mkdir(parents=True)
@@ -168,14 +165,13 @@ def main() -> None:
                     checks.enter_context(set_checkpoint_early_stop(False))
                 clear()
                 torch.cuda.reset_peak_memory_stats()
-            with waits_noted(waits["step"] if step == LOOKED_AT else Counter()):
+            with waits_noted(waits) if step == LOOKED_AT else nullcontext():
                 loop._start(step)
                 loop._read_results(leave=0 if step == BOUNDARY else loop._max_in_flight)
             if step == LOOKED_AT:
                 rows, peak = records_since(), accelerator.peak_memory(mesh.device)
-        with waits_noted(waits["after it"]):
-            loop._end_step(BOUNDARY, saves=False)
-            loop._start(BOUNDARY + 1)  # which uses again what is being copied
+        loop._end_step(BOUNDARY, saves=False)
+        loop._start(BOUNDARY + 1)  # which uses again what is being copied
     print(
         json.dumps(
             {
