@@ -122,6 +122,7 @@ def errors(ran: Ran, one: Ran, what: str = "gradients") -> dict[str, float]:
     found = dict.fromkeys(reference, 0.0)
     for name, ours, theirs in ran.whole(what, reference):
         assert ours.isfinite().all(), name
+        assert theirs.isfinite().all(), name
         if ours.numel():
             error = float((ours - theirs).abs().max() / reference[name].abs().max())
             found[name] = max(found[name], error)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 from parity import (
+    BF16,
     FULL,
     RECOMPUTE,
     SELECTIVE,
@@ -38,24 +39,25 @@ SAME_SCALES: dict[str, Case] = {
     "recompute-lora": {**RECOMPUTE, **LORA, "peer": "one-lora"},
     "recompute": RECOMPUTE,
     "selective": SELECTIVE,
+    # On CPUs without Inductor.
+    "compiled": {"compile": True},
+    "compiled-mxfp8": {"compile": True, **MXFP8, "peer": "one-mxfp8"},
 }
 # The limit of the distance from one process.
 CLOSE: dict[str, tuple[Case, float]] = {
     "zero-bubble": ({"layout": ZERO_BUBBLE, "reshard_after_forward": False}, 0.002),
     "context2": ({"layout": {"context": 2, "shard": 2}}, 0.06),
-    "compiled": ({"compile": True}, 0.15),
     "tp2": (TP2, 0.12),
     "tp2-tensorwise": ({**TP2, **TENSORWISE, "peer": "one-tensorwise"}, 0.25),
     "tp2-mxfp8": ({**TP2, **MXFP8, "peer": "one-mxfp8"}, 0.12),
-    "compiled-mxfp8": ({"compile": True, **MXFP8, "peer": "one-mxfp8"}, 0.15),
-    "tp2-lora": ({**TP2, **LORA, "peer": "one-lora"}, 0.12),
-    "tp2-compiled": ({**TP2, "compile": True}, 0.15),
+    "tp2-lora": ({**TP2, **LORA, "peer": "one-lora"}, 0.16),
 }
 AS_TP2: dict[str, Case] = {
     "tp2-pp2-fsdp2": {"layout": FULL},
     "tp2-async": {**TP2, "async_tensor": True},
     "tp2-selective": {**TP2, **SELECTIVE},
     "tp2-recompute": {**TP2, **RECOMPUTE},
+    "tp2-compiled": {**TP2, "compile": True},
 }
 LOST = {**TP2, "sabotage": "weight gradients of the first part only", "async_tensor": True}
 LONG = {"steps": 20}
@@ -85,7 +87,7 @@ def test_layouts_with_the_same_scales_train_as_one_process(name: str, runs: dict
 @pytest.mark.parametrize("name", CLOSE)
 def test_other_layouts_are_as_close_as_fp8_is_to_bf16(name: str, runs: dict[str, Ran]) -> None:
     found = compare(runs, name)
-    assert found.loss < 0.01, found
+    assert found.loss < BF16["loss"], found
     distance = _distance(runs[name], runs[runs[name].case["peer"]])
     assert distance < CLOSE[name][1]
     runs[name].assert_ranks_agree()

@@ -414,6 +414,8 @@ def build_stage(
         )
     if settings.compile:
         keep_compiler_private()
+    # What Inductor's C++ makes of FP8 gave NaN gradients on one CPU, and right ones on others (torch 2.13).
+    without_inductor = settings.scaling is not None and not accelerator.is_accelerator(mesh.device)
     for number, block in enumerate(model.blocks):
         if settings.activation_checkpointing != "none":
             block.recompute = number % settings.recompute_every_layers == 0
@@ -426,7 +428,8 @@ def build_stage(
             rank = None if arch.lora is None else arch.lora.rank
             keep_products(block, [width // layout.tensor for width in widths], rank)
         if settings.compile:
-            block.compile(fullgraph=True)  # a graph break would silently cost speed
+            # A graph break would silently cost speed.
+            block.compile(fullgraph=True, backend="aot_eager" if without_inductor else "inductor")
     if data_mesh is not None:
         apply_sharding(
             model,
