@@ -21,7 +21,7 @@ class Record(ctypes.Structure):
 
 
 ON_WAIT = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
-runtime = ctypes.CDLL(os.environ["LD_PRELOAD"])
+runtime = ctypes.CDLL(os.environ["LD_PRELOAD"].split(":")[0])
 runtime.null_records.restype = ctypes.POINTER(Record)
 runtime.null_nccl_stream.restype = ctypes.c_uint64
 NO_STREAM = 2**64 - 1

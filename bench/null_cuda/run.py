@@ -214,8 +214,8 @@ CASES = (
 )  # fmt: skip
 
 
-def library(python: Path, folder: Path) -> Path:
-    """runtime.c, compiled with the headers that come with the CUDA build of torch."""
+def libraries(python: Path, folder: Path) -> list[Path]:
+    """runtime.c and nvml.c, compiled with the headers that come with the CUDA build of torch."""
     where = "import sysconfig; print(sysconfig.get_path('purelib'))"
     packages = Path(
         subprocess.run([python, "-c", where], capture_output=True, text=True, check=True).stdout.strip()
@@ -224,14 +224,16 @@ def library(python: Path, folder: Path) -> Path:
         f"-I{packages / name}"
         for name in ("nvidia/cu13/include", "triton/backends/nvidia/include", "nvidia/nccl/include")
     ]
-    made = folder / "libcuda.so.1"
-    # By this name torch finds it where it looks for the driver.
-    flags = ("-O1", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-lpthread")
-    subprocess.run(["cc", HERE / "runtime.c", "-o", made, *includes, *flags], check=True)
+    made = []
+    # By these names torch finds them where it looks for the driver's.
+    for source, name in (("runtime.c", "libcuda.so.1"), ("nvml.c", "libnvidia-ml.so.1")):
+        made.append(folder / name)
+        flags = ("-O1", "-shared", "-fPIC", f"-Wl,-soname,{name}", "-lpthread")
+        subprocess.run(["cc", HERE / source, "-o", made[-1], *includes, *flags], check=True)
     return made
 
 
-def trace(python: Path, made: Path, case: Case, capability: int) -> dict[str, Any] | str:
+def trace(python: Path, made: list[Path], case: Case, capability: int) -> dict[str, Any] | str:
     """What step.py says, or the end of what it printed."""
     request = {
         "job": case.text(),
@@ -242,11 +244,12 @@ def trace(python: Path, made: Path, case: Case, capability: int) -> dict[str, An
     }
     environment = {
         **os.environ,
-        "LD_PRELOAD": str(made),
-        "TRITON_LIBCUDA_PATH": str(made.parent),
+        "LD_PRELOAD": ":".join(map(str, made)),
+        "TRITON_LIBCUDA_PATH": str(made[0].parent),
         "NULL_CUDA_CAPABILITY": str(capability),
         "NULL_CUDA_GIB": "280",
         "OMP_NUM_THREADS": "1",
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # as an agent sets it
     }
     ran = subprocess.run(
         [python, HERE / "step.py"], input=json.dumps(request), capture_output=True, text=True, env=environment
@@ -298,7 +301,7 @@ def memory(case: Case, found: dict[str, Any]) -> tuple[str, list[str]]:
     peak, reserved = found["peak"], found["reserved"]
     line = (
         f"peak {units.memory(peak)}: dry run {dry / peak:.4f} of it, planner {plan.allocated / peak:.4f}; "
-        f"reserved {reserved / peak:.3f} of it, without the expandable segments that an agent sets"
+        f"reserved {reserved / peak:.4f} of it, planner {plan.held / reserved:.4f} of that"
     )
     predicted = (("dry run", dry), ("planner", plan.allocated))
     wrong = [f"{who} off by more than 2 %" for who, n in predicted if abs(n / peak - 1) > 0.02]
@@ -339,7 +342,7 @@ def main() -> int:
     args = parser.parse_args()
     wrong = 0
     with tempfile.TemporaryDirectory() as folder, (args.write or Path("/dev/stdout")).open("w") as into:
-        made = library(args.python, Path(folder))
+        made = libraries(args.python, Path(folder))
         cases = [(c, capability) for c in CASES if (args.only or "") in c.name for capability in c.only]
         with ThreadPoolExecutor(args.processes) as pool:
             traces = [pool.submit(trace, args.python, made, *case) for case in cases]

@@ -254,6 +254,23 @@ cudaError_t cudaHostRegister(void *p, size_t n, unsigned f) {
 }
 cudaError_t cudaHostUnregister(void *p) { find(p, 1); return cudaSuccess; }
 cudaError_t cudaMemGetInfo(size_t *f, size_t *t) { *t = memory(); *f = *t - held; return cudaSuccess; }
+/* What the expandable segments of torch's allocator are made of: addresses, and memory in pieces of 2 MiB behind them. */
+enum { OUT_OF_MEMORY = 2 };
+int cuMemGetAllocationGranularity(size_t *bytes, const void *properties, int recommended) { *bytes = 2 << 20; return 0; }
+int cuMemAddressReserve(void **p, size_t n, size_t alignment, void *wanted, unsigned long long flags) {
+    *p = allocate(n, cudaMemoryTypeDevice);
+    return *p ? 0 : OUT_OF_MEMORY;
+}
+int cuMemAddressFree(void *p, size_t n) { release(p); return 0; }
+int cuMemCreate(size_t *piece, size_t n, const void *properties, unsigned long long flags) {
+    *piece = n;
+    return hold(n) ? 0 : OUT_OF_MEMORY;
+}
+int cuMemRelease(size_t piece) { __atomic_sub_fetch(&held, piece, __ATOMIC_RELAXED); return 0; }
+int cuMemMap(void *p, size_t n, size_t offset, size_t piece, unsigned long long flags) { return 0; }
+int cuMemSetAccess(void *p, size_t n, const void *access, size_t count) { return 0; }
+int cuMemUnmap(void *p, size_t n) { return 0; }
+
 cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *a, const void *p) {
     *a = (struct cudaPointerAttributes){.type = find(p, 0).type, .devicePointer = (void *)p, .hostPointer = (void *)p};
     return cudaSuccess;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ from seatrial.train.router_bias import RouterBiases
 
 _STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _PART = 1 << 23  # values that an elementwise rule gets at once: its temporaries are 32 MiB each
+_ALIGNMENT = 512  # bytes, of torch's allocator on GPUs
 
 
 @dataclass
@@ -38,6 +39,17 @@ def _rates(shard: Shard, settings: OptimizerSection) -> tuple[float, float]:
     if group is None:
         return 1.0, usual
     return group.lr_factor, usual if group.weight_decay is None else group.weight_decay
+
+
+def _zeros(
+    shapes: Sequence[torch.Size], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, list[Tensor]]:
+    """One buffer, which one kernel can read, and tensors of `shapes` in it, placed as torch would allocate them."""
+    rounded = _ALIGNMENT // dtype.itemsize
+    spans = [-(-shape.numel() // rounded) * rounded for shape in shapes]
+    buffer = torch.zeros(sum(spans), dtype=dtype, device=device)
+    parts = zip(buffer.split(spans), shapes, strict=True)
+    return buffer, [part[: shape.numel()].view(shape) for part, shape in parts]
 
 
 def build_optimizer(
@@ -67,16 +79,17 @@ class ShardedOptimizer(ABC):
     def __init__(self, shards: list[Shard], settings: OptimizerSection) -> None:
         # State is created now, not in the first step, so that a checkpoint can be read straight into it.
         known = optimizer_named(settings.name)
-        dtype = _STATE_DTYPES[known.state_precision]
+        trained = [s for s in shards if s.local.numel() and s.trained]
+        keys = [known.states_of(s.name, s.whole) for s in trained]
+        self.buffer, states = _zeros(
+            [s.local.shape for s, own in zip(trained, keys, strict=True) for _ in own],
+            _STATE_DTYPES[known.state_precision],
+            shards[0].local.device,
+        )
+        left = iter(states)
         self._slots = [
-            _Slot(
-                s,
-                nn.Parameter(s.local),
-                {key: torch.zeros_like(s.local, dtype=dtype) for key in known.states_of(s.name, s.whole)},
-                *_rates(s, settings),
-            )
-            for s in shards
-            if s.local.numel() and s.trained
+            _Slot(s, nn.Parameter(s.local), {key: next(left) for key in own}, *_rates(s, settings))
+            for s, own in zip(trained, keys, strict=True)
         ]
         self._shards = shards
         self._router_biases = RouterBiases(shards, settings.router_bias_update_rate)

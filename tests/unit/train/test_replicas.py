@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_cases import build
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from seatrial.job.layout import Layout
 from seatrial.train.health import replicas
@@ -20,6 +21,14 @@ from seatrial.train.health.replicas import AtRest, compare, groups
 from seatrial.train.step import CHANGED, CHANGED_COPIED
 
 CPU = torch.device("cpu")
+
+
+class Sums(TorchDispatchMode):
+    calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += func._overloadpacket is torch.ops.aten.sum
+        return func(*args, **(kwargs or {}))
 
 
 def both(values: torch.Tensor) -> tuple[int, int]:
@@ -67,8 +76,7 @@ def test_at_rest() -> None:
     assert at_rest.changed() is None
     at_rest.keep()
     assert int(at_rest.changed()) == 0  # type: ignore[arg-type]
-    moment = optimizer.state()[-1][2]
-    for values in (model.shards[-1].local, moment):
+    for values in [s.local for s in model.shards] + [moment for _, _, moment in optimizer.state()]:
         at_rest.keep()
         values.view(-1)[0] += 1
         assert int(at_rest.changed()) == CHANGED  # type: ignore[arg-type]
@@ -76,6 +84,18 @@ def test_at_rest() -> None:
         values.view(-1)[0] -= 1
         # It is as it was, but the copy is not.
         assert int(at_rest.changed()) == CHANGED_COPIED  # type: ignore[arg-type]
+
+
+def test_few_kernels_read_the_state() -> None:
+    model, optimizer = build()
+    at_rest = AtRest(model, optimizer)
+    with Sums() as read:
+        at_rest.keep()
+    large = sum(s.local.nbytes > replicas._SMALL for s in model.shards)
+    assert len(optimizer.state()) > 20
+    assert (
+        read.calls <= large + 4
+    )  # the optimizer's buffer, small weights by width of their words, and all sums
 
 
 # -- whom it points at

@@ -21,6 +21,7 @@ from seatrial.train.step import CHANGED, CHANGED_COPIED
 
 KINDS = ("replicas", "tensor ranks", "ends of the pipeline")
 
+_SMALL = 1 << 15  # bytes: norms and biases, whose own kernels would take longer to start than to run
 _ROW = 4096  # words: positions are weighted by row and by column, without a temporary as large as the weights
 
 
@@ -56,7 +57,13 @@ def _sum(words: Sequence[Tensor], device: torch.device) -> Tensor:
     """Sum of all words modulo 2^64, an int64 scalar."""
     if not words:
         return torch.zeros((), dtype=torch.int64, device=device)
-    return torch.stack([w.sum(dtype=torch.int64) for w in words]).sum()
+    large = [w for w in words if w.nbytes > _SMALL]
+    small: dict[torch.dtype, list[Tensor]] = {}
+    for word in words:
+        if word.nbytes <= _SMALL:
+            small.setdefault(word.dtype, []).append(word)
+    joined = [torch.cat(each) for each in small.values()]
+    return torch.stack([w.sum(dtype=torch.int64) for w in large + joined]).sum()
 
 
 def _weighted_sum(words: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -82,8 +89,7 @@ class AtRest:
 
     def __init__(self, model: ParallelModel, optimizer: ShardedOptimizer) -> None:
         self._device = model.mesh.device
-        tensors = [s.local for s in model.shards] + [values for _, _, values in optimizer.state()]
-        self._words = [w for t in tensors for w in _words(t)]
+        self._words = [w for t in [*(s.local for s in model.shards), optimizer.buffer] for w in _words(t)]
         self._kept: Tensor | None = None
         self._copied: Tensor | None = None
 
