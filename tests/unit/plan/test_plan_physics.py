@@ -157,6 +157,23 @@ def test_memory_of_other_streams_stays_reserved() -> None:
     assert rank_memory(large, Recipe(4096, 8), OURS, 0).streams == 0  # nothing is gathered or reduced
 
 
+@pytest.mark.parametrize(
+    ("recipe", "measured"),
+    [
+        (Recipe(4096, 32, layout=Layout(shard=8)), 3.555 + 2.734),
+        (Recipe(4096, 32, layout=Layout(tensor=2, shard=4)), 3.555 + 1.504),
+        (Recipe(4096, 32, layout=Layout(replicate=2, shard=4)), 7.109 + 2.988),
+        (Recipe(4096, 32, layout=Layout(replicate=8)), 32.441),
+        # Beyond the 3.546 that its gradients hold at the highest point.
+        (Recipe(4096, 32, layout=Layout(shard=8), accumulate="sharded"), 4.062 + 2.734 - 3.546),
+    ],
+)
+def test_streams_reserve_what_torchs_allocator_did(recipe: Recipe, measured: float) -> None:
+    """Qwen2.5-7B under bench/null_cuda, GiB: torch's own allocator and FSDP2, where no GPU computes."""
+    found = rank_memory(model_presets()["qwen2.5-7b"], recipe, OURS, 0)
+    assert found.streams / GIB == pytest.approx(measured, rel=0.02)
+
+
 def test_training_metrics_keep_logits_after_the_backward_pass() -> None:
     """They count where their copies of the logits outweigh the activations that the loss stands beside."""
     foundry = stacks()["llm-foundry"]

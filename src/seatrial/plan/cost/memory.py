@@ -44,6 +44,9 @@ FRAGMENTATION_SOURCE = (
 )
 
 
+FSDP2 = (*OURS, "torchtitan", "torchtitan-compiled")
+
+
 @dataclass(frozen=True)
 class Memory:
     """Bytes on one GPU at the peak of a step."""
@@ -92,7 +95,7 @@ def _with(memory: Memory, **changed: float) -> Memory:
 def memory(model: Architecture, recipe: Recipe, stack: Stack) -> Memory:
     """Memory of the pipeline rank that needs the most."""
     ranks = [rank_memory(model, recipe, stack, r) for r in representative_ranks(recipe.layout)]
-    return max(ranks, key=lambda m: m.allocated)
+    return max(ranks, key=lambda m: m.reserved)
 
 
 def representative_ranks(layout: Layout) -> list[int]:
@@ -185,9 +188,30 @@ def rank_memory(model: Architecture, recipe: Recipe, stack: Stack, rank: int) ->
         return highest
     # Weights are gathered and gradients reduced in separate streams, and the allocator does not share memory between
     # streams (docs.pytorch.org, notes/cuda, memory management): the peak of each stays reserved.
+    if stack.name in FSDP2:
+        return _with(highest, streams=_streams(highest, model, recipe, stack, rank))
     other = ("gathered", "gradients", "unsharded_gradients")
     spare = sum(max(getattr(m, f) for m in points) - getattr(highest, f) for f in other)
     return _with(highest, streams=spare)
+
+
+def _streams(highest: Memory, model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> float:
+    """Bytes that FSDP2's streams keep reserved beyond what they hold at the highest point (bench/null_cuda).
+
+    Weights come in messages: the root's or a layer's, with what this rank sends of it, and the next layer's. Gradients are
+    allocated where they are reduced, the root's a second time before they are added or summed over replicas.
+    """
+    root, ranks = root_parameters(model, recipe, rank), recipe.shard_ranks
+    layer = layer_share(model, recipe.layout.tensor) - experts_elsewhere(model, recipe, 1)
+    messages = recipe.width * (max(root, layer) * (1 + 1 / ranks) + layer) if ranks > 1 else 0.0
+    gradient = stack.state_bytes[1] / ranks
+    reduced = gradient * trained_parameters(model, recipe, rank)
+    at_once = _reduces_at_once(recipe, stack)
+    if at_once:
+        reduced -= highest.gradients
+    if model.lora is None and (ranks == 1 or (at_once and recipe.microbatches > 1)):
+        reduced += gradient * root
+    return messages + max(0.0, reduced)
 
 
 def _loss(base: Memory, model: Architecture, recipe: Recipe, stack: Stack, rank: int, n: float) -> Memory:
