@@ -110,7 +110,7 @@ def test_twice_the_nodes_are_more_shards() -> None:
 
 
 def test_the_nearest_if_none_fits() -> None:
-    predictor, found, beyond = asked("70b-64-h100", "cluster.nodes=1")
+    predictor, found, beyond = asked("70b-64-h100", "cluster.nodes=1", "model.num_hidden_layers=48")
     assert found.choices == ()
     assert beyond is not None
     needs = beyond.prediction.memory.reserved
@@ -122,10 +122,10 @@ def test_the_nearest_if_none_fits() -> None:
     nodes, card = beyond.suggestions
     assert nodes.what == "2 nodes"
     assert predict(predictor.job.architecture, nodes.recipe, replace(predictor.cluster, nodes=2)).fits
-    assert (card.what, card.recipe) == ("B200 SXM (180 GB)", beyond.recipe)
+    assert (card.what, card.recipe) == ("H200 SXM (141 GB)", beyond.recipe)
     words = too_large(beyond)
     assert "(none does, to compare with)" in words
-    assert words.endswith(" or on B200 SXM (180 GB), tight")
+    assert words.endswith(" fits on 2 nodes, tight or on H200 SXM (141 GB)")
     job = predictor.job
     told = answer(job, hardware_of(job))
     shown = " ".join(" ".join(text for text, _ in lines(told, width=100)).split())

@@ -139,12 +139,12 @@ def test_suggested_changes_fit() -> None:
     assert would_fit(account(of, 0.1)) == ""
     gpu = preset_job("llama3-8b-h100", "train.microbatch=2")
     assert would_fit(account(gpu, None, "cuda", 70)) == 'train.accumulate = "sharded" would fit'
-    assert would_fit(account(gpu, None, "cuda", 55)) == "train.microbatch = 1 would fit"
+    assert would_fit(account(gpu, None, "cuda", 57.5)) == "train.microbatch = 1 would fit"
     long = preset_job("llama3-8b-h100", "train.sequence_length=65536", "model.max_position_embeddings=65536")
     full = 'train.activation_checkpointing = "full"'
-    assert would_fit(account(long, None, "cuda", 50)) == f"{full} would fit"
+    assert would_fit(account(long, None, "cuda", 54)) == f"{full} would fit"
     assert (
-        would_fit(account(long, None, "cuda", 42)) == f"{full} and train.offload_activations = true would fit"
+        would_fit(account(long, None, "cuda", 48)) == f"{full} and train.offload_activations = true would fit"
     )
 
 

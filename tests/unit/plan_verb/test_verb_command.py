@@ -135,6 +135,7 @@ def test_a_tight_layout_exits_with_0(capsys: Captured) -> None:
         "parallel.async_tensor=false",
         "train.activation_checkpointing=full",
         "train.microbatch=8",
+        "train.sequence_length=6144",
     )
     own = ["plan", SMALL, "--own", *(word for key in keys for word in ("--set", key))]
     assert main(own) == 0
