@@ -41,11 +41,18 @@ def ratio(row: Row) -> float | None:
 
 
 def memory_errors(rows: Iterable[Row]) -> Errors:
-    """Errors of fully described rows. Guessed stacks are excluded: they do not show the planner's error."""
+    """Errors of fully described rows. Guessed stacks are excluded: they do not show the planner's error.
+
+    A run that ran out of memory needed more than there was: at least that is known of it, if it should have fitted.
+    """
     found: dict[str, list[float]] = {}
     for row in told(rows):
+        if isinstance(row, Guessed):
+            continue
         r = ratio(row)
-        if r is not None and not isinstance(row, Guessed):
+        if not row.fits:
+            r = capacity(row.cluster) / held(row).reserved + 0.0001
+        if r is not None and (row.fits or r > 1):
             found.setdefault(row.source, []).append(r)
     tails = (
         Tail(name, len(rs), tuple(sorted((round(r, 4) for r in rs if round(r, 4) > 1), reverse=True)))
@@ -114,7 +121,8 @@ def errors_toml(errors: Errors) -> str:
     lines = [
         "# How far published memory figures were above their prediction: measured over predicted (memory.py), both of the same kind",
         "# (allocated, reserved, or what the device showed). Written by bench/plan_accuracy.py --calibration from the rows that say all",
-        "# that memory depends on. `figures` counts all of a source, `above` has those beyond 1, from the largest. plan/cost/memory_fit.py calls a",
+        "# that memory depends on. `figures` counts all of a source, `above` has those beyond 1, from the largest; a run that ran out of",
+        "# memory and should have fitted counts as just above what there was. plan/cost/memory_fit.py calls a",
         f"# layout tight where {SURE * 100:g} % of all figures or more were as far above as the GPU's memory is above what the layout needs.",
     ]
     for s in errors.sources:

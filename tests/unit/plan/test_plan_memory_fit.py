@@ -145,7 +145,7 @@ def test_a_tight_job_is_reported_but_not_refused() -> None:
     assert told.own.verdict.word == "tight"
     text, style = verdict(told)
     assert text.startswith("tight, ")
-    assert text.endswith(" % faster (tight; 13 % with margin)")
+    assert text.endswith(" % faster (tight; 12 % with margin)")
     assert style == "yellow"
     shown = "\n".join(line for line, _ in lines(told, width=100))
     assert "memory       tight: " in shown

@@ -268,17 +268,30 @@ def test_errors_use_only_fully_described_rows(tmp_path: Path) -> None:
     ]
     guessed = Guessed(**{k: getattr(rows[0], k) for k in rows[0].__dataclass_fields__})
     others = [replace(rows[0], free_microbatch=True), replace(rows[0], free_recompute=True), guessed]
-    assert memory_errors([*rows, *others, replace(rows[0], fits=False)]) == known
+    assert memory_errors([*rows, *others]) == known
+
+
+def lost(row: Row, share: float) -> Row:
+    """One that ran out of memory, on a GPU with `share` of what it needs."""
+    gpu = row.cluster.gpu
+    small = replace(gpu, hbm_gb=gpu.hbm_gb * share * held(row).reserved / capacity(row.cluster))
+    return replace(row, fits=False, memory_bytes=None, cluster=replace(row.cluster, gpu=small))
+
+
+def test_running_out_of_memory_is_an_error_of_what_should_fit(tmp_path: Path) -> None:
+    (row,) = rows_with_memory(tmp_path, {"SimuMax a": [0.9]})
+
+    (found,) = memory_errors([row, lost(row, 1.5), lost(row, 0.8)]).sources
+    assert found.figures == 2, "that it needs more than there was is all that is known, and was predicted"
+    assert found.above == (1.5001,)
 
 
 def test_memory_limit_excludes_errors_of_the_same_source(tmp_path: Path) -> None:
     rows = rows_with_memory(tmp_path, {"SimuMax a": [2.0], "torchtitan benchmarks b": [1.001]})
     # Half as much again as it needs: by its own error of 2.0 it would be tight, by the other's 1.001 it fits, and so it was missed.
-    gpu = rows[0].cluster.gpu
-    small = replace(gpu, hbm_gb=gpu.hbm_gb * 1.5 * held(rows[0]).reserved / capacity(rows[0].cluster))
-    lost = replace(rows[0], fits=False, memory_bytes=None, cluster=replace(rows[0].cluster, gpu=small))
-    scores = memory_scores([*rows, lost])
-    assert judge(held(lost).reserved, capacity(lost.cluster), memory_errors(rows)).word == "tight"
+    full = lost(rows[0], 1.5)
+    scores = memory_scores([*rows, full])
+    assert judge(held(full).reserved, capacity(full.cluster), memory_errors(rows)).word == "tight"
     assert scores["answers"]["out_of_memory"] == {"rows": 1, "does not fit": 0, "tight": 0, "fits": 1}
     assert scores["answers"]["ran"]["rows"] == 2
     assert scores["above_the_limit_of_other_sources"] == {"figures": 2, "above": 1}

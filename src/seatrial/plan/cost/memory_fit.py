@@ -2,8 +2,8 @@
 
 The upper tail of that error decides: with `margin` = available over predicted memory, a run fails if it needs more than
 `margin` times the prediction. How many published figures exceeded their prediction by that much is counted, not fitted
-(memory_error.toml, written by bench/plan_accuracy.py --calibration). Published runs did not run out of memory, so the
-tail is too short rather than too long.
+(memory_error.toml, written by bench/plan_accuracy.py --calibration). Few published runs ran out of memory, so the tail is too
+short rather than too long.
 """
 
 from __future__ import annotations
