@@ -81,6 +81,7 @@ class ShardedOptimizer(ABC):
         known = optimizer_named(settings.name)
         trained = [s for s in shards if s.local.numel() and s.trained]
         keys = [known.states_of(s.name, s.whole) for s in trained]
+        # `buffer` is the memory of all state.
         self.buffer, states = _zeros(
             [s.local.shape for s, own in zip(trained, keys, strict=True) for _ in own],
             _STATE_DTYPES[known.state_precision],

@@ -60,9 +60,7 @@ class Memory:
     logits: float
     messages: float  # pipeline receive buffers
     runtime: float  # context, libraries, NCCL's buffers
-    streams: float = (
-        0.0  # reserved by other streams than the compute stream, beyond what they hold at this point
-    )
+    streams: float = 0.0  # reserved by other streams than the compute stream, beyond what they hold now
 
     @property
     def states(self) -> float:
