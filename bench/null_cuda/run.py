@@ -12,6 +12,7 @@ Checked, and the exit status is 1 if one is not so:
     races       torch's CUDA sanitizer finds no two accesses of a tensor by two streams, or NCCL's, that no event puts in order;
                 without a wait, it finds some
     memory      the peak of torch's allocator, within 2 % of the dry run's and of the planner's
+                reserved memory is only reported, beside the planner's
 """
 
 from __future__ import annotations

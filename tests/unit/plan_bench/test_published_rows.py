@@ -280,7 +280,6 @@ def lost(row: Row, share: float) -> Row:
 
 def test_running_out_of_memory_is_an_error_of_what_should_fit(tmp_path: Path) -> None:
     (row,) = rows_with_memory(tmp_path, {"SimuMax a": [0.9]})
-
     (found,) = memory_errors([row, lost(row, 1.5), lost(row, 0.8)]).sources
     assert found.figures == 2, "that it needs more than there was is all that is known, and was predicted"
     assert found.above == (1.5001,)
