@@ -31,6 +31,9 @@ SETTINGS = (
     "resilience.snapshot_every_steps=5",
 )
 REPLICAS = ("parallel.pipeline=1", "parallel.replicate=2")
+# Replicas are compared after steps 8 and 16 only. A rank killed while they are is recovered from memory: between these
+# steps a killed rank surely gets its state from its replica.
+RARELY_VERIFIED = ("resilience.snapshot_every_steps=8", "resilience.verify_every_steps=8")
 
 Event = dict[str, Any]
 

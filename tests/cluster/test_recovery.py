@@ -8,7 +8,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from recovery_runs import REPLICAS, STEPS, Begin, Trial, assert_same, beginning, lines, make_folder, one_node
+from recovery_runs import (
+    RARELY_VERIFIED,
+    REPLICAS,
+    STEPS,
+    Begin,
+    Trial,
+    assert_same,
+    beginning,
+    lines,
+    make_folder,
+    one_node,
+)
 
 from seatrial.base import process
 
@@ -74,8 +85,8 @@ def assert_replaced(trial: Trial, before: dict[int, int], in_place: bool) -> Non
 
 @pytest.mark.long  # with gradients reduced in every microbatch: the next one
 def test_a_replica_gives_its_state_and_no_step_is_lost(begin: Begin, replicas: Trial) -> None:
-    trial = begin(*REPLICAS)
-    trial.until_step(7)
+    trial = begin(*REPLICAS, *RARELY_VERIFIED)
+    trial.until_step(9)
     trial.kill_rank(2)
     code, err = trial.end()
     assert code == 0, err
@@ -89,8 +100,8 @@ def test_a_replica_gives_its_state_and_no_step_is_lost(begin: Begin, replicas: T
 @pytest.mark.ci
 def test_killed_rank_resumes_with_sharded_gradients(begin: Begin, replicas: Trial) -> None:
     """Replicas alone add up in the same order either way, so their bits are those of whole gradients."""
-    trial = begin(*REPLICAS, "train.accumulate=sharded")
-    trial.until_step(7)
+    trial = begin(*REPLICAS, *RARELY_VERIFIED, "train.accumulate=sharded")
+    trial.until_step(9)
     trial.kill_rank(1)
     code, err = trial.end()
     assert code == 0, err
@@ -114,9 +125,9 @@ def test_killed_rank_of_shards_resumes_bit_for_bit(begin: Begin, tmp_path: Path)
 @pytest.mark.ci
 def test_killed_rank_of_a_context_group_resumes_bit_for_bit(begin: Begin, tmp_path: Path) -> None:
     context = ("parallel.context=2", "parallel.shard=1", "parallel.replicate=2", "parallel.pipeline=1")
-    settings = ("cluster.gpus_per_node=2", "parallel.tensor=1", *context, "train.steps=9")
+    settings = ("cluster.gpus_per_node=2", "parallel.tensor=1", *context, *RARELY_VERIFIED)
     trial = begin(*settings)
-    trial.until_step(7)
+    trial.until_step(9)
     trial.kill_rank(1)
     code, err = trial.end()
     assert code == 0, err
@@ -297,8 +308,8 @@ def test_with_one_copy_a_run_shrinks_from_a_replicas_memory(begin: Begin, replic
 
 @pytest.mark.long
 def test_without_copies_a_replica_is_all_that_is_needed(begin: Begin, replicas: Trial) -> None:
-    trial = begin(*REPLICAS, "resilience.snapshot_copies=0")
-    trial.until_step(7)
+    trial = begin(*REPLICAS, *RARELY_VERIFIED, "resilience.snapshot_copies=0")
+    trial.until_step(9)
     trial.kill_rank(2)
     code, err = trial.end()
     assert code == 0, err
