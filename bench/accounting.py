@@ -99,7 +99,7 @@ def rank_main(arguments: argparse.Namespace, folder: Path, job: Job, rank: int, 
         vocab_size=job.architecture.vocab_size,
     )
     model = ParallelModel(
-        job.architecture, mesh, settings_of(job), RandomWeights(job.architecture, job.train.seed)
+        job.architecture, mesh, settings_of(job, mesh.device), RandomWeights(job.architecture, job.train.seed)
     )
     run = RunFolder(folder / job.name)
     loop = Loop(job, run, into_file(run, 1, rank), model, ShardedAdamW(model.shards, job.optimizer), loader)

@@ -115,7 +115,10 @@ def main() -> int:
         )
         mesh = build_mesh(job.layout, device, timedelta(minutes=1))
         model = ParallelModel(
-            job.architecture, mesh, settings_of(job), RandomWeights(job.architecture, job.train.seed)
+            job.architecture,
+            mesh,
+            settings_of(job, mesh.device),
+            RandomWeights(job.architecture, job.train.seed),
         )
         with open_run(job, Path(folder)) as opened:
             records = into_file(opened.folder, 1, 0)

@@ -195,6 +195,8 @@ CASES = (
     Case("compiled, FSDP2", size=sizes(shard=2), compiled=True),
     Case("compiled, TP2, PP2, FSDP2", size=sizes(tensor=2, pipeline=2, shard=2), compiled=True, only=(90, 103)),
     Case("compiled, selective, documents", (SELECTIVE, DOCUMENTS), attention=("flash",), compiled=True, only=(90, 103)),
+    Case("compiled experts, EP2, TP2", model=EXPERTS, size=sizes(tensor=2, expert=2, shard=2), reads_sizes=True, compiled=True, only=(90, 103)),
+    Case("compiled experts, FSDP2, selective", (SELECTIVE,), EXPERTS, sizes(shard=2), compiled=True, only=(90, 103)),
     Case("compiled, FP8, rowwise", ("train.precision=fp8", "train.fp8_scaling=rowwise"), compiled=True, only=(90, 103)),
     Case("compiled, FP8, MXFP8", ("train.precision=fp8", "train.fp8_scaling=mxfp8"), compiled=True, only=(103,)),
     Case("TP2 without its wait", size=sizes(tensor=2), without="seatrial.parallel.overlap.wait", only=(90,)),

@@ -57,6 +57,9 @@ EXPERT: dict[str, Case] = {
     "ep2-tp2-pp2-async": {"layout": {"tensor": 2, "pipeline": 2, **EP2}, "async_tensor": True},
     "ep2-zero-bubble-fsdp2-recompute": {"layout": {**ZERO_BUBBLE, **EP2_FSDP2}, **KEPT, **RECOMPUTE},
     "ep2-pp2-sharded": {"layout": {"pipeline": 2, **EP2}, **SHARDED},
+    "ep2-tp2-compiled": {"layout": {"tensor": 2, **EP2}, "compile": True},
+    "ep2-pp2-compiled-selective": {"layout": {"pipeline": 2, **EP2}, "compile": True, **SELECTIVE},
+    "ep2-compiled-recompute": {"layout": EP2, "compile": True, **RECOMPUTE},
 }
 # Each part of these is in another one too.
 _LONG = {

@@ -40,10 +40,25 @@ CASES: dict[str, Case] = {
     "tp2-async": {"layout": {"tensor": 2}, "async_tensor": True},
     "pp2-interleaved": {"layout": INTERLEAVED},
     "pp2-offload": {"layout": {"pipeline": 2}, **OFFLOAD},
+    "ep2-dense-first-compiled": {
+        "layout": {"shard": 2, "expert": 2},
+        **SELECTIVE,
+        **DENSE_FIRST,
+        "compile": True,
+    },
+    "pp2-fsdp2-compiled-offload": {"layout": {"pipeline": 2, "shard": 2}, **OFFLOAD, "compile": True},
     "replicate2-fsdp2": {"layout": {"replicate": 2, "shard": 2}},
 }
 # Each part of these is in another one too.
-_LONG = {"cp2-tp2", "tp2", "tp2-async", "pp2-interleaved", "pp2-offload", "replicate2-fsdp2"}
+_LONG = {
+    "pp2-fsdp2-compiled-offload",
+    "cp2-tp2",
+    "tp2",
+    "tp2-async",
+    "pp2-interleaved",
+    "pp2-offload",
+    "replicate2-fsdp2",
+}
 OTHERS: dict[str, Case] = {
     "one": {},
     "one-dense-first": {"first_dense": 1},

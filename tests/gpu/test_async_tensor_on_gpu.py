@@ -47,10 +47,10 @@ every_steps = 12
 @pytest.mark.parametrize(
     "overrides",
     [
+        ("train.compile=false",),
+        ("train.compile=false", "train.microbatch=1"),
         (),
-        ("train.microbatch=1",),
-        ("train.compile=true",),
-        ("train.compile=true", "train.microbatch=1", "train.activation_checkpointing=full"),
+        ("train.microbatch=1", "train.activation_checkpointing=full"),
     ],
     ids=["sequences", "positions", "compiled", "compiled-positions-recompute"],
 )

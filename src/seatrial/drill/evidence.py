@@ -79,6 +79,25 @@ class Evidence:
                 last[record.step] = record
         return last
 
+    def late_checkpoints(self) -> list[int]:
+        """By how many steps each delayed checkpoint was late, or at least, if the run failed before it began."""
+        found = []
+        for late in self.events:
+            if late.kind != "checkpoint_late" or not late.data:
+                continue
+            due, generation = int(late.data["step"]), late.generation
+            saved = [
+                int(e.data["step"])
+                for e in self.events
+                if e.kind == "checkpoint_saved" and e.generation == generation and e.data
+            ]
+            begun = min((step for step in saved if step > due), default=None)
+            found.append(
+                (begun or max((r.step for r in self.metrics if r.generation == generation), default=due))
+                - due
+            )
+        return found
+
     def superseded(self) -> list[MetricsRecord]:
         """Records that no longer count because their steps were redone."""
         final = self.final()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -52,13 +53,16 @@ class Expectation:
             "any": "bit-equal, or the same data if it had to shrink",
         }[self.world]
 
-    def redone_limit(self, *, snapshot: int, checkpoint: int) -> int:
-        """Maximum number of redone steps, given the intervals of snapshots and checkpoints (0: never)."""
+    def redone_limit(self, *, snapshot: int, checkpoint: int, late: Sequence[int] = ()) -> int:
+        """Maximum number of redone steps, given the intervals of snapshots and checkpoints (0: never).
+
+        `late`: by how many steps checkpoints were delayed, because the one before was still being written.
+        """
         if self.redone == "none":
             return 0
         if self.redone == "one":
             return 1
         often = 2 if self.redone.startswith("two") else 1
         if "checkpoint" in self.redone or not snapshot:
-            return often * checkpoint
+            return often * checkpoint + sum(sorted(late)[-often:])
         return often * snapshot

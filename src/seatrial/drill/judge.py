@@ -277,7 +277,10 @@ def _recovered(expected: Expectation, recoveries: Sequence[MetricsRecord | None]
 
 
 def _redone(expected: Expectation, evidence: Evidence, criteria: Criteria) -> Check:
-    each = expected.redone_limit(snapshot=criteria.snapshot_every, checkpoint=criteria.checkpoint_every)
+    late = evidence.late_checkpoints()
+    each = expected.redone_limit(
+        snapshot=criteria.snapshot_every, checkpoint=criteria.checkpoint_every, late=late
+    )
     limit = each * max(1, len(evidence.injections))
     redone = len(evidence.superseded())
     return Check("steps redone", redone <= limit, f"{redone}, at most {limit}")

@@ -49,6 +49,8 @@ def make_deterministic() -> None:
         )
     # Otherwise cuBLAS may split a product differently from call to call.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # Otherwise torch.compile tries kernels, and takes the fastest, which may sum in another order. Read when it is imported.
+    os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
     torch.use_deterministic_algorithms(True)
     # A debugging aid, which writes to all memory that is allocated. A property that mypy does not see.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -56,6 +56,15 @@ class Job:
         """Whether the layout is still to be chosen."""
         return self.file.parallel == "auto"
 
+    def compiles(self, device: str, layout: Layout | None = None) -> bool:
+        """Whether ranks on `device` ("cuda" or "cpu") compile their layers, in the job's layout or another one.
+
+        `train.compile`; if it is missing, on GPUs where torch.compile can.
+        """
+        if self.train.compile is None:
+            return device != "cpu" and not (layout or self.layout).splits_backward
+        return self.train.compile
+
     def wrote(self, key: str) -> bool:
         """Whether "section.key" was written in the file or set for this start, rather than left to its default."""
         section, _, name = key.partition(".")

@@ -19,6 +19,8 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
 
+from seatrial.job.schedules import schedule_named
+
 
 @dataclass(frozen=True)
 class Coordinates:
@@ -51,6 +53,11 @@ class Layout:
     @property
     def world_size(self) -> int:
         return self.pipeline * self.replicate * self.shard * self.tensor
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether a pipeline computes the gradients of weights apart from those of their inputs."""
+        return self.pipeline > 1 and schedule_named(self.schedule).split_backward
 
     @property
     def data_parallel(self) -> int:

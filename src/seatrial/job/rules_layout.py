@@ -360,16 +360,6 @@ def _experts_sharded(facts: Facts) -> Iterator[RuleViolation]:
         )
 
 
-def _experts_compiled(facts: Facts) -> Iterator[RuleViolation]:
-    if facts.architecture.num_experts and facts.job.train.compile:
-        yield RuleViolation(
-            ("train.compile",),
-            "compile = true with experts is not supported in this version: torch.compile has no grouped matrix product of fp32, and "
-            "none of bf16 was compared with one process",
-            "set compile = false",
-        )
-
-
 def _attention(facts: Facts) -> Iterator[RuleViolation]:
     """Only what keeps the kernel from being used at all: otherwise torch says at the first step that there is none."""
     job, kernel = facts.job, facts.job.train.attention
@@ -466,7 +456,6 @@ LAYOUT_RULES: tuple[Callable[[Facts], Iterator[RuleViolation]], ...] = (
     _expert,
     _experts_width,
     _experts_sharded,
-    _experts_compiled,
     _attention,
     _fp8,
     _fp8_widths,

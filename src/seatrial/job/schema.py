@@ -397,7 +397,10 @@ class TrainSection(Section):
         description="how gradients of microbatches add up: whole, reduced over ranks once a step, or sharded, reduced in "
         "each microbatch: less memory, more communication; auto: the planner chooses",
     )
-    compile: bool = Field(default=False, description="torch.compile of each decoder layer")
+    compile: bool | None = Field(
+        default=None,
+        description="torch.compile of each decoder layer; if missing, on GPUs, but not with zero-bubble",
+    )
     deterministic: bool = Field(
         default=False,
         description="only kernels and reductions that give the same bits every time, for GPUs; CPU ranks are so anyway",

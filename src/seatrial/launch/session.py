@@ -183,7 +183,7 @@ def prepare_session(
     """
     (launcher or launcher_for(job)).check(job)
     device, reason = device_of(job)
-    if job.train.compile and job.cluster.launcher == "local":
+    if job.compiles(device) and job.cluster.launcher == "local":
         private_folder()  # compile cache of the ranks; fail here rather than in each rank
     notes: list[str] = []
     stores = resolve_stores(job.data, data_cache(root), Path.cwd(), None, notes.append)

@@ -208,6 +208,11 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(gate_BTF) * up_BTF)
 
 
+def weighted_swiglu(gate_SF: Tensor, up_SF: Tensor, weight_S: Tensor) -> Tensor:
+    """SwiGLU of each slot, times its weight."""
+    return F.silu(gate_SF) * up_SF * weight_S[:, None].to(gate_SF.dtype)
+
+
 class Experts(nn.Module):
     """The experts' weights, each kind in one parameter, and their SwiGLU."""
 
@@ -217,6 +222,7 @@ class Experts(nn.Module):
         self.gate_proj = nn.Parameter(torch.empty(X, width, D))
         self.up_proj = nn.Parameter(torch.empty(X, width, D))
         self.down_proj = nn.Parameter(torch.empty(X, D, width))
+        self.activate: Callable[[Tensor, Tensor, Tensor], Tensor] = weighted_swiglu
 
     def forward(self, x_SD: Tensor, weight_S: Tensor, end_X: Tensor) -> Tensor:
         """Each slot's expert applied to it, times its weight, [S, D]; `end_X`: the slot after the last of each expert.
@@ -225,7 +231,7 @@ class Experts(nn.Module):
         """
         gate_SF = F.grouped_mm(x_SD, self.gate_proj.transpose(1, 2), offs=end_X)
         up_SF = F.grouped_mm(x_SD, self.up_proj.transpose(1, 2), offs=end_X)
-        h_SF = F.silu(gate_SF) * up_SF * weight_S[:, None].to(gate_SF.dtype)
+        h_SF = self.activate(gate_SF, up_SF, weight_S)
         return F.grouped_mm(h_SF, self.down_proj.transpose(1, 2), offs=end_X)
 
 
@@ -394,11 +400,18 @@ class Block(nn.Module):
             return checkpoint(self._layer, *inputs, use_reentrant=False, preserve_rng_state=False, **how)
         return self._layer(x_BTD, cos_TH, sin_TH, bias_B1TT)
 
+    def attend(
+        self, x_BTD: Tensor, cos_TH: Tensor, sin_TH: Tensor, bias_B1TT: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The hidden states after attention, and the MLP's input."""
+        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), cos_TH, sin_TH, bias_B1TT)
+        return x_BTD, self.post_attention_layernorm(x_BTD)
+
     def _layer(
         self, x_BTD: Tensor, cos_TH: Tensor, sin_TH: Tensor, bias_B1TT: Tensor | None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), cos_TH, sin_TH, bias_B1TT)
-        out = self.mlp(self.post_attention_layernorm(x_BTD))
+        x_BTD, input_BTD = self.attend(x_BTD, cos_TH, sin_TH, bias_B1TT)
+        out = self.mlp(input_BTD)
         return (x_BTD + out[0], out[1]) if isinstance(out, tuple) else x_BTD + out
 
 

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from seatrial.model.decoder import Block
 from seatrial.parallel.overlap_ops import all_gather_matmul_op, matmul_reduce_scatter_op
@@ -57,3 +57,21 @@ def keep_products(block: Block, mlp_widths: list[int], rank: int | None) -> None
 
     contexts: Callable[[], Any] = partial(create_selective_checkpoint_contexts, policy)
     block.contexts = contexts
+
+
+def recompute_in_parts(block: Block) -> None:
+    """Recompute attention and MLP apart: what a compiled part keeps can be chosen only within it. The MLP's input is kept too."""
+    contexts = block.contexts
+    assert contexts is not None
+
+    def recomputed(part: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*inputs: Any) -> Any:
+            return checkpoint(
+                part, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
+            )
+
+        return run
+
+    block.recompute = False
+    block.attend = recomputed(block.attend)  # type: ignore[method-assign]
+    block.mlp.forward = recomputed(block.mlp.forward)  # type: ignore[method-assign]

@@ -130,7 +130,7 @@ def build(
     job: Job, mesh: Mesh, source: WeightSource, *, masked: bool = False
 ) -> tuple[ParallelModel, ShardedOptimizer]:
     """Build the model of `job` with the weights of `source`, and its optimizer; `masked` as of the `BatchLoader`."""
-    settings = replace(settings_of(job), masked=masked)
+    settings = replace(settings_of(job, mesh.device), masked=masked)
     model = ParallelModel(job.architecture, mesh, settings, source, timeout=timeout_of(job))
     return model, build_optimizer(model.shards, job.optimizer, mesh)
 
@@ -339,8 +339,8 @@ def first_weights(job: Job) -> WeightSource:
     return weights
 
 
-def settings_of(job: Job) -> Settings:
-    """The settings of a job's parallel model."""
+def settings_of(job: Job, device: torch.device) -> Settings:
+    """The settings of a job's parallel model on `device`."""
     train = job.train
     return Settings(
         sequence_length=train.sequence_length,
@@ -351,7 +351,7 @@ def settings_of(job: Job) -> Settings:
         activation_checkpointing=train.activation_checkpointing,
         recompute_every_layers=train.recompute_every_layers,
         offload_activations=train.offload_activations,
-        compile=train.compile,
+        compile=job.compiles(device.type),
         reshard_after_forward=job.parallel.reshards,
         async_tensor=job.parallel.async_tensor,
         # "auto" only in a job.toml older than the key, when it was always "whole".

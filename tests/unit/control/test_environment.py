@@ -59,7 +59,11 @@ def test_deterministic_ranks_on_gpus() -> None:
         key = assignments(node_variables(dataclasses.replace(facts, deterministic=True), {}))
         return {name: value for name, value in key.items() if name not in plain}
 
-    assert more(CUDA) == {"NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    assert more(CUDA) == {
+        "NCCL_ALGO": "Ring",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "TORCHINDUCTOR_DETERMINISTIC": "1",
+    }
     assert more(CPU) == {}
 
 

@@ -267,6 +267,16 @@ def test_each_fault_of_the_run_is_found(
     assert says in found[check].text
 
 
+@pytest.mark.parametrize(("saved_at", "limit"), [(None, 7), (6, 6)])
+def test_late_checkpoints_allow_more_steps_again(story: Story, saved_at: int | None, limit: int) -> None:
+    """Due after step 4, with one every 4: not begun before the fault at step 7, or after step 6."""
+    story.event("checkpoint_late", 104.0, 1, data={"step": 4, "writing": 2})
+    if saved_at:
+        story.event("checkpoint_saved", 107.0, 1, data={"step": saved_at})
+    result = story.judged(replace(RANK_KILLED, redone="checkpoint"))
+    assert {c.name: c.text for c in result.checks}["steps redone"] == f"1, at most {limit}"
+
+
 def test_a_line_that_is_not_a_record_fails(story: Story) -> None:
     evidence = story.evidence()
     with open(story.folder.metrics, "a") as file:

@@ -18,7 +18,8 @@ CODE = """
 import os, torch
 from seatrial.hardware import accelerator
 accelerator.make_deterministic()
-print(os.environ["NCCL_ALGO"], os.environ["CUBLAS_WORKSPACE_CONFIG"], torch.are_deterministic_algorithms_enabled())
+from torch._inductor import config
+print(os.environ["NCCL_ALGO"], os.environ["CUBLAS_WORKSPACE_CONFIG"], torch.are_deterministic_algorithms_enabled(), config.deterministic)
 """
 
 
@@ -26,8 +27,8 @@ print(os.environ["NCCL_ALGO"], os.environ["CUBLAS_WORKSPACE_CONFIG"], torch.are_
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({}, "Ring :4096:8 True"),
-        ({"NCCL_ALGO": "ring", "CUBLAS_WORKSPACE_CONFIG": ":16:8"}, "ring :16:8 True"),
+        ({}, "Ring :4096:8 True True"),
+        ({"NCCL_ALGO": "ring", "CUBLAS_WORKSPACE_CONFIG": ":16:8"}, "ring :16:8 True True"),
         ({"NCCL_ALGO": "^NVLS"}, "NCCL_ALGO=^NVLS does not fix the order"),
     ],
 )

@@ -314,6 +314,15 @@ class TestSilentlyWrongInTorch:
         assert "wrong gradients" in problem.message
         assert problem.file == "--set train.compile=true"
 
+    def test_compile_is_the_default_on_gpus_but_not_here(self) -> None:
+        job, split = load(GOOD), load(GOOD, *self.ZERO_BUBBLE)
+        assert [job.compiles(device) for device in ("cuda", "auto", "cpu")] == [True, True, False]
+        assert not split.compiles("cuda")
+        assert not job.compiles("cuda", split.layout)
+        for text, expected in (("true", True), ("false", False)):
+            wrote = load(GOOD, f"train.compile={text}")
+            assert (wrote.compiles("cuda"), wrote.compiles("cpu")) == (expected, expected)
+
     @pytest.mark.parametrize("schedule", ["zbv", "dualpipe-v"])
     def test_v_schedules_are_refused_with_every_reason(self, schedule: str) -> None:
         found = problems(
@@ -453,7 +462,6 @@ def test_fp8_is_multiplied_where_the_gpu_can() -> None:
         (("model.lora={rank=4, alpha=8}",), "--set model.lora={rank=4, alpha=8}", "targets has gate_proj, up_proj or down_proj of a model with experts", 'model.lora.targets=["q_proj", "k_proj", "v_proj", "o_proj"]'),
         (("model.lora={rank=4, alpha=8}", 'model.lora.targets=["q_proj", "up_proj"]'), '--set model.lora.targets=["q_proj", "up_proj"]', "targets has up_proj of a model with experts", 'model.lora.targets=["q_proj"]'),
         (("parallel.expert=4",), "--set parallel.expert=4", "expert 4 does not divide shard 2", "parallel.expert=2"),
-        (("train.compile=true",), "--set train.compile=true", "compile = true with experts is not supported", "train.compile=false"),
     ],
 )  # fmt: skip
 def test_what_experts_need(overrides: tuple[str, ...], at: str, message: str, cure: str | None) -> None:

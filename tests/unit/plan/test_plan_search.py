@@ -98,6 +98,13 @@ def test_zero_bubble_without_compilation() -> None:
     assert "with compile = true gives wrong gradients" in compiled.message
 
 
+def test_without_the_key_layouts_are_compiled_that_can_be() -> None:
+    section = job().train.model_copy(update={"compile": None})
+    open_job = replace(job(), file=job().file.model_copy(update={"train": section}))
+    found = {(r.layout.schedule, r.compiled) for r in legal(open_job, CLUSTER, Counter(), (1,))}
+    assert found == {("1f1b", True), ("interleaved-1f1b", True), ("zero-bubble", False)}
+
+
 def test_error_states_the_least_memory_if_nothing_fits() -> None:
     small = Cluster(A100, 1, 8)
     found = search(job("cluster.nodes=1", "parallel.pipeline=1"), small)

@@ -139,5 +139,10 @@ def _defaults(facts: Facts) -> Iterator[tuple[str, str, str]]:
             ":4096:8",
             "train.deterministic: cuBLAS computes a product in the same way each time",
         )
+        yield (
+            "TORCHINDUCTOR_DETERMINISTIC",
+            "1",
+            "train.deterministic: compiled kernels are chosen by their sizes, not by how fast they were when tried",
+        )
     expandable = "freed memory of one size can be reused for another: less fragmentation"
     yield "PYTORCH_ALLOC_CONF", "expandable_segments:True", expandable

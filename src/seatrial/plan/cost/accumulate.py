@@ -12,7 +12,6 @@ from dataclasses import replace
 from seatrial.base import units
 from seatrial.job.architecture import Architecture
 from seatrial.job.job import Job
-from seatrial.job.schedules import schedule_named
 from seatrial.job.schema import Accumulate
 from seatrial.plan.cost.memory import memory
 from seatrial.plan.cost.memory_fit import judge
@@ -74,6 +73,6 @@ def _no_use(recipe: Recipe, stack: Stack) -> str:
         return f"{stack.name} has no such setting"
     if recipe.shard_ranks == 1:
         return "gradients are not sharded: shard is 1"
-    if layout.pipeline > 1 and schedule_named(layout.schedule).split_backward:
+    if layout.splits_backward:
         return f"the schedule {layout.schedule} requires it"
     return ""

@@ -271,9 +271,9 @@ def _traffic(job: Job, at: Grid, traces: list[dict[str, Any]]) -> tuple[Traffic,
 
 def _notes(job: Job, device: Device) -> list[str]:
     notes = []
-    if job.train.compile:
+    if job.compiles(device):
         notes.append(
-            "compile = true is not traced: memory and FLOPs are those without compilation, which needs more memory; "
+            "torch.compile is not traced: memory and FLOPs are those without compilation, which needs more memory; "
             "collectives are the same"
         )
     if device == "cuda" and not job.data.attend_across_documents:

@@ -496,6 +496,8 @@ def _kept(model: Architecture, recipe: Recipe, stack: Stack) -> float:
         wide = 2 * model.query_width + 2 * model.kv_width + model.ffn_in
         wide += model.num_experts * recipe.layout.tensor  # the router's, of all positions on each rank
         scale = 4.0 * recipe.tokens * model.num_attention_heads / recipe.layout.tensor
+        if recipe.compiled and model.num_experts:
+            scale += kept_input  # the MLP's, see `recompute_in_parts`
     elif recipe.recompute != "operators":
         return whole
     return recipe.width * recipe.tokens * wide / recipe.layout.tensor + scale + 2 * kept_input
@@ -556,8 +558,8 @@ def layer_activations(model: Architecture, recipe: Recipe, stack: Stack) -> floa
             heads, keys = heads + NH, keys + KH
         inputs = 2 * D / n if stack.name in OURS else 2 * D
         if model.num_experts:
-            # Also times the experts' weights.
-            mlp = 4 + model.num_experts_per_tok * model.moe_intermediate_size / F
+            if not recipe.compiled:  # also times the experts' weights
+                mlp = 4 + model.num_experts_per_tok * model.moe_intermediate_size / F
             scale += _routing(model, recipe)
         kept = 2 * D / n + inputs + (heads + keys + mlp * F) / n + _adapters_keep(model, n)
         return width * t * kept + scale + 8.0 * t / n

@@ -353,11 +353,7 @@ def rank_traffic(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Sta
     messages = layers * (4 * (2 + share * again) + 2.0 * (stack.name in OURS)) + 2 * ends
     if model.num_experts:
         messages += sparse.recomputed * (r.recompute == "selective") - sparse.layers
-    if (
-        rank == layout.pipeline - 1 > 0
-        and stack.name in OURS
-        and schedule_named(layout.schedule).split_backward
-    ):
+    if rank == layout.pipeline - 1 > 0 and stack.name in OURS and layout.splits_backward:
         messages += 1  # the head's logits are recomputed for its weight gradient
     adapters = 0.0
     if model.lora is not None:

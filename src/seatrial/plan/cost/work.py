@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 from seatrial.job.architecture import Architecture
 from seatrial.job.loss_rows import loss_rows
-from seatrial.job.schedules import schedule_named
 from seatrial.plan.cost.calibration import UNIT_FACTORS, Factors
 from seatrial.plan.cost.collectives import Fabric
 from seatrial.plan.cost.kernels import Kernels, UnknownSpeedError
@@ -235,7 +234,7 @@ class _WorkBuilder:
             2.0 * r.width * v * self.model.hidden_size * (math.ceil(r.tokens / loss_rows(v, r.tokens)) - 1)
         )
         whole = Pass(product + back, 0.0, loss + grown, 2 * gather)
-        if r.layout.pipeline > 1 and schedule_named(r.layout.schedule).split_backward:
+        if r.layout.splits_backward:
             whole += Pass(product, 0.0, loss, gather)
         return Pass(), whole
 
@@ -301,7 +300,7 @@ class _WorkBuilder:
         """
         r, q = self.recipe, self.pace
         # Weight gradients of a separate pass do not overlap with reduce-scatters.
-        separate = r.layout.pipeline > 1 and schedule_named(r.layout.schedule).split_backward
+        separate = r.layout.splits_backward
         n_bytes = 2.0 * r.tokens * self.model.hidden_size / parts
         c = self.fabric.seconds("all_gather", n_bytes, tensor_group(r, self.fabric))
         # Products alternate between an all-gather before and a reduce-scatter after them; in the backward pass vice versa,

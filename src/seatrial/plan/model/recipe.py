@@ -67,7 +67,7 @@ class Recipe:
             recompute=train.activation_checkpointing,
             recompute_every=train.recompute_every_layers,
             offload=train.offload_activations,
-            compiled=train.compile,
+            compiled=job.compiles(job.cluster.device),
             async_tensor=job.parallel.async_tensor,
             accumulate="sharded" if train.accumulate == "sharded" else "whole",
         )

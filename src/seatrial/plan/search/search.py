@@ -301,8 +301,9 @@ def _variants(
 
     Under torch's pipeline resharding saves no memory (`memory`) and gathers weights again (`gathers_a_step`).
     """
+    compiled = job.compiles(job.cluster.device, layout)
     for reshard in (True, False) if layout.pipeline == 1 else (False,):
-        recipe = replace(base, layout=layout, microbatch=micro, reshard=reshard)
+        recipe = replace(base, layout=layout, microbatch=micro, reshard=reshard, compiled=compiled)
         finding = refusal(job, cluster, recipe)
         if finding is not None:
             refused[finding.keys[0]] += 1

@@ -7,7 +7,6 @@ from functools import cache
 
 from seatrial.job.architecture import Architecture
 from seatrial.job.layout import Layout
-from seatrial.job.schedules import schedule_named
 from seatrial.plan.cost.calibration import Calibration, shipped
 from seatrial.plan.cost.collectives import Fabric
 from seatrial.plan.cost.predict import stack_for
@@ -67,13 +66,13 @@ class StepLowerBound:
         ends = passes.head + passes.embedding
         mean = (layers * each + ends + 2 * (layout.stages - 1) * send) / ranks
         rank = max(most * each + messages, last * each + passes.head + messages, mean)
-        if ranks == 1 or schedule_named(layout.schedule).split_backward:
+        if ranks == 1 or layout.splits_backward:
             return recipe.microbatches * rank  # weight gradients fill the idle time
         return recipe.microbatches * rank + fill * forward + drain * backward + 2 * (ranks - 2) * send
 
     def _passes(self, recipe: Recipe) -> _Passes:
         layout, fabric = recipe.layout, Fabric.of(self.cluster, recipe)
-        split = layout.pipeline > 1 and schedule_named(layout.schedule).split_backward
+        split = layout.splits_backward
         # All settings but those that `work` does not depend on. A tuple of values is hashed faster than a Recipe.
         stages = layout.stages if recipe.recompute_every > 1 else 0  # the share of layers that are recomputed
         sizes = (layout.tensor, layout.schedule if split else "", stages)
