@@ -7,6 +7,7 @@ an event recorded after it in the same stream has been passed. Imported only by 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,6 +55,16 @@ def make_deterministic() -> None:
     torch.use_deterministic_algorithms(True)
     # A debugging aid, which writes to all memory that is allocated. A property that mypy does not see.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def check_compiler(device: str) -> None:
+    """Raises InputError if torch.compile finds no compiler on this node: Triton's for C, on CPUs Inductor's for C++."""
+    variable, names = ("CXX", ("g++",)) if device == "cpu" else ("CC", ("gcc", "clang"))
+    if not os.environ.get(variable) and not any(map(shutil.which, names)):
+        raise InputError(
+            f"train.compile needs a compiler on each node, and this one has no {' or '.join(names)}",
+            hint=f"install it, name another one in {variable}, or set train.compile = false",
+        )
 
 
 def is_accelerator(device: torch.device) -> bool:

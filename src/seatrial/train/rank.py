@@ -218,6 +218,8 @@ def init_distributed(job: Job, environment: RankEnvironment, store: Store | None
         raise InputError(
             f'train.attention = "{train.attention}" needs GPUs, and the ranks run on CPUs', hint='use "auto"'
         )
+    if job.compiles(environment.device):
+        accelerator.check_compiler(environment.device)
     whole = optimizer_named(job.optimizer.name).matrix_states is not None
     mesh = build_mesh(job.layout, join(environment, timeout, store), timeout, with_stage=whole)
     torch.manual_seed(train.seed + mesh.rank)

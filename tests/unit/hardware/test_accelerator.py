@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+from seatrial.base.errors import InputError
 from seatrial.hardware import accelerator
 from seatrial.hardware.catalogue import AttentionKernel
 
@@ -39,6 +42,21 @@ def test_deterministic_kernels_and_reductions(given: dict[str, str], said: str) 
     )
     assert said in ended.stdout + ended.stderr
     assert (ended.returncode == 0) == said.endswith("True")
+
+
+@pytest.mark.parametrize(("device", "variable", "name"), [("cuda", "CC", "gcc"), ("cpu", "CXX", "g++")])
+def test_a_missing_compiler_is_said_before_the_first_step(
+    device: str, variable: str, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(InputError, match=f"this one has no {re.escape(name)}"):
+        accelerator.check_compiler(device)
+    (tmp_path / name).touch(0o755)
+    accelerator.check_compiler(device)
+    (tmp_path / name).unlink()
+    monkeypatch.setenv(variable, "icx")
+    accelerator.check_compiler(device)
 
 
 @pytest.fixture
