@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import sysconfig
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,13 +60,19 @@ def make_deterministic() -> None:
 
 
 def check_compiler(device: str) -> None:
-    """Raises InputError if torch.compile finds no compiler on this node: Triton's for C, on CPUs Inductor's for C++."""
+    """Raises InputError if torch.compile lacks something on this node: a compiler (Triton's for C, on CPUs Inductor's for C++), Python.h."""
     variable, names = ("CXX", ("g++",)) if device == "cpu" else ("CC", ("gcc", "clang"))
+    header = Path(sysconfig.get_path("include"), "Python.h")
     if not os.environ.get(variable) and not any(map(shutil.which, names)):
-        raise InputError(
-            f"train.compile needs a compiler on each node, and this one has no {' or '.join(names)}",
-            hint=f"install it, name another one in {variable}, or set train.compile = false",
-        )
+        lacks, hint = " or ".join(names), f"install it, name another compiler in {variable},"
+    elif not header.exists():
+        lacks, hint = str(header), "install Python's headers (python3-dev),"
+    else:
+        return
+    raise InputError(
+        f"train.compile needs a compiler and Python's headers on each node, and this one has no {lacks}",
+        hint=f"{hint} or set train.compile = false",
+    )
 
 
 def is_accelerator(device: torch.device) -> bool:

@@ -57,6 +57,9 @@ def test_a_missing_compiler_is_said_before_the_first_step(
     (tmp_path / name).unlink()
     monkeypatch.setenv(variable, "icx")
     accelerator.check_compiler(device)
+    monkeypatch.setattr(accelerator.sysconfig, "get_path", lambda name: str(tmp_path / name))
+    with pytest.raises(InputError, match=r"this one has no .*include/Python\.h"):
+        accelerator.check_compiler(device)
 
 
 @pytest.fixture
