@@ -91,11 +91,8 @@ class Evidence:
                 for e in self.events
                 if e.kind == "checkpoint_saved" and e.generation == generation and e.data
             ]
-            begun = min((step for step in saved if step > due), default=None)
-            found.append(
-                (begun or max((r.step for r in self.metrics if r.generation == generation), default=due))
-                - due
-            )
+            newest = max((r.step for r in self.metrics if r.generation == generation), default=due)
+            found.append(min((step for step in saved if step > due), default=newest) - due)
         return found
 
     def superseded(self) -> list[MetricsRecord]:
