@@ -88,5 +88,6 @@ def test_the_stores_of_a_live_run_are_not_replaced(blended: Path, start: Callabl
     assert shard.read_bytes() == content
     os.kill(run.process.pid, signal.SIGKILL)
     run.process.wait()
+    run.wait_gone(within_s=30)
     assert (blended / "store" / "manifest.json").read_bytes() == before
     assert seatrial(blended, *again, "store").returncode == 0
