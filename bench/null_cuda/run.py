@@ -161,6 +161,7 @@ def preset(name: str) -> str:
 
 FULL = "train.activation_checkpointing=full"
 SELECTIVE = "train.activation_checkpointing=selective"
+RING = "parallel.ring_attention=true"
 DOCUMENTS = "data.attend_across_documents=false"
 CASES = (
     Case("one rank"),
@@ -177,6 +178,8 @@ CASES = (
     Case("CP2, TP2", size=sizes(context=2, tensor=2), attention=("cudnn", "flash")),
     Case("documents", (DOCUMENTS,), attention=("flash",)),
     Case("documents, CP2, TP2", (DOCUMENTS,), size=sizes(context=2, tensor=2), attention=("flash",)),
+    Case("ring, CP2, TP2", (RING,), size=sizes(context=2, tensor=2)),
+    Case("ring by flash, CP2, selective", (RING, SELECTIVE, "train.attention=flash"), size=sizes(context=2), attention=("flash",)),
     Case("full recomputation, offloaded, TP2", (FULL, "train.offload_activations=true"), size=sizes(tensor=2, shard=2)),
     Case("selective recomputation, TP2", (SELECTIVE,), size=sizes(tensor=2, shard=2)),
     Case("fp32", ("train.precision=fp32",), size=sizes(shard=2), attention=("efficient",)),
@@ -199,6 +202,8 @@ CASES = (
     Case("compiled experts, FSDP2, selective", (SELECTIVE,), EXPERTS, sizes(shard=2), compiled=True, only=(90, 103)),
     Case("compiled, FP8, rowwise", ("train.precision=fp8", "train.fp8_scaling=rowwise"), compiled=True, only=(90, 103)),
     Case("compiled, FP8, MXFP8", ("train.precision=fp8", "train.fp8_scaling=mxfp8"), compiled=True, only=(103,)),
+    Case("compiled, ring, CP2, TP2", (RING,), size=sizes(context=2, tensor=2), compiled=True, only=(90, 103)),
+    Case("ring without its wait", (RING,), size=sizes(context=2), without="seatrial.parallel.ring.wait", only=(90,)),
     Case("TP2 without its wait", size=sizes(tensor=2), without="seatrial.parallel.overlap.wait", only=(90,)),
     Case(
         "offload without its wait",

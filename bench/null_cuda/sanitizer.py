@@ -13,6 +13,8 @@ from torch.cuda import _gpu_trace as gpu_trace
 from torch.cuda import _sanitizer as sanitizer
 from torch.utils._pytree import tree_leaves
 
+from seatrial.train.dryrun.recorder import IMPLEMENTATIONS
+
 
 class Sanitizer(sanitizer.CUDASanitizerDispatchMode):
     """Collects accesses that no event puts in order, with the lines of src that make them."""
@@ -40,6 +42,10 @@ class Sanitizer(sanitizer.CUDASanitizerDispatchMode):
         gpu_trace.register_callback_for_event_record(record_after_collective)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inside = IMPLEMENTATIONS.get(func)
+        if inside is not None:
+            with self:
+                return inside(*args, **(kwargs or {}))
         if not func._schema.name.startswith("c10d::"):
             return super().__torch_dispatch__(func, types, args, kwargs)
         accesses = sanitizer.ArgumentHandler()

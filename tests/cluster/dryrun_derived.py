@@ -72,8 +72,14 @@ def derived(job: Job, rank: int, device: str) -> Derived:
     # Context parallel: keys and values of the whole sequence, and the sum of their gradients.
     if layout.context > 1:
         both = B * train.sequence_length * 2 * arch.num_key_value_heads * arch.head_dim // n * width
-        add("all-gather", "context", M * (layers + redone), both)
-        add("reduce-scatter", "context", M * layers, both)
+        own, further = both // layout.context, layout.context - 1
+        if job.parallel.ring_attention:  # a step further in each pass, and their gradients once more
+            passes = 2 * layers + redone * (train.activation_checkpointing == "full")
+            for kind in ("send", "receive"):
+                add(kind, "context", M * (passes * further + layers * layout.context), own)
+        else:
+            add("all-gather", "context", M * (layers + redone), both)
+            add("reduce-scatter", "context", M * layers, both)
         if arch.num_experts:  # for the balance loss
             add("all-reduce", "context", M * last, 2 * arch.num_experts * 4, "float32")
 

@@ -61,6 +61,7 @@ def job_of(case: dict[str, Any]) -> Job:
             | {"shard": layout.sample_shards},
             reshard_after_forward=case.get("reshard_after_forward"),
             async_tensor=case.get("async_tensor", False),
+            ring_attention=case.get("ring_attention", False),
         ),
         train=TrainSection(
             steps=STEPS,

@@ -43,7 +43,7 @@ from seatrial.job.schema import GroupSection, OptimizerSection
 from seatrial.model import lora
 from seatrial.model.hf import HuggingFaceWeights
 from seatrial.model.initialise import RandomWeights
-from seatrial.parallel import collectives, context, expert, overlap, overlap_grad, packed
+from seatrial.parallel import collectives, context, expert, overlap, overlap_grad, packed, ring
 from seatrial.parallel.build import ParallelModel, Settings
 from seatrial.parallel.loss import LoadBalancing
 from seatrial.parallel.mesh import Mesh, build_mesh
@@ -183,6 +183,7 @@ def build(case: dict[str, Any], mesh: Mesh, source: Any) -> ParallelModel:
         compile=case.get("compile", False),
         reshard_after_forward=case.get("reshard_after_forward", True),
         async_tensor=case.get("async_tensor", False),
+        ring_attention=case.get("ring_attention", False),
         accumulate=case.get("accumulate", "whole"),
     )
     model = ParallelModel(arch_of(case), mesh, settings, source, timeout=TIMEOUT)
@@ -263,6 +264,16 @@ def sabotage(model: ParallelModel, what: str | None) -> None:
         Mesh.sum_over_ranks = lambda mesh, x: x if x.dim() == 2 else whole(mesh, x)  # type: ignore[method-assign]
     elif what == "keys in the order of ranks":
         context.in_order = lambda both_BTE, size: both_BTE
+    elif what == "later keys seen":
+        ring._pairs = lambda *_: (slice(None), slice(None))
+    elif what == "gradients of others' keys lost":
+        whole_gradients = ring._gradients
+
+        def of_own_keys(*args: Any, causal: bool) -> tuple[Tensor, ...]:
+            of_q, of_k, of_v = whole_gradients(*args, causal=causal)
+            return of_q, of_k * causal, of_v * causal
+
+        ring._gradients = of_own_keys  # type: ignore[assignment]
     elif what == "gradients of keys not summed":
         ranks = range(model.mesh.layout.context)
         mine = model.mesh.context_rank

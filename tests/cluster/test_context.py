@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.ci]
 
 CP2 = {"shard": 2, "context": 2}
 CP2_TP2 = {"tensor": 2, **CP2}
+RING = {"ring_attention": True}
 DOCUMENTS = {"documents": True, "peer": "one-documents"}
 TIED_QWEN3 = {"tied": True, "family": "qwen3"}
 CONTEXT: dict[str, Case] = {
@@ -56,6 +57,21 @@ CONTEXT: dict[str, Case] = {
     "cp2-selective": {"layout": CP2, **SELECTIVE},
     "cp2-selective-compiled": {"layout": CP2, **SELECTIVE, "compile": True},
     "cp2-pp2-sharded": {"layout": {"pipeline": 2, **CP2}, "accumulate": "sharded"},
+    "ring4-tied-qwen3": {
+        "layout": {"shard": 4, "context": 4},
+        **RING,
+        **TIED_QWEN3,
+        "accumulate": "sharded",
+        "peer": "one-tied-qwen3",
+    },
+    "ring2-tp2-pp2-async-recompute": {
+        "layout": {**CP2_TP2, "pipeline": 2},
+        **RING,
+        "async_tensor": True,
+        **RECOMPUTE,
+    },
+    "ring2-zero-bubble": {"layout": {**ZERO_BUBBLE, **CP2}, **RING, "reshard_after_forward": False},
+    "ring2-tp2-selective-compiled": {"layout": CP2_TP2, **RING, **SELECTIVE, "compile": True},
 }
 # Each part of these is in another one too.
 _LONG = {
@@ -68,8 +84,16 @@ OTHERS: dict[str, Case] = {
     "one-tied-qwen3": TIED_QWEN3,
     "one-bf16": {"precision": "bf16"},
     "cp2-bf16": {"layout": CP2_TP2, "precision": "bf16", "peer": "one-bf16"},
+    "ring4-bf16": {
+        "layout": {"shard": 4, "context": 4},
+        **RING,
+        "precision": "bf16",
+        "peer": "one-bf16",
+    },
     "sabotage-order": {"layout": CP2, "sabotage": "keys in the order of ranks", "steps": 1},
     "sabotage-sum": {"layout": CP2, "sabotage": "gradients of keys not summed", "steps": 1},
+    "sabotage-later": {"layout": CP2, **RING, "sabotage": "later keys seen", "steps": 1},
+    "sabotage-lost": {"layout": CP2, **RING, "sabotage": "gradients of others' keys lost", "steps": 1},
 }
 
 
@@ -87,7 +111,10 @@ def test_bf16_is_the_same_training(runs: dict[str, Ran]) -> None:
     assert_trains_alike(runs, "cp2-bf16", **BF16)
 
 
-@pytest.mark.parametrize(("name", "loss_differs"), [("sabotage-order", True), ("sabotage-sum", False)])
+@pytest.mark.parametrize(
+    ("name", "loss_differs"),
+    [("sabotage-order", True), ("sabotage-sum", False), ("sabotage-later", True), ("sabotage-lost", False)],
+)
 def test_a_fault_is_seen(name: str, loss_differs: bool, runs: dict[str, Ran]) -> None:
     found = compare(runs, name)
     assert (found.loss > LOSS_ABSOLUTE) == loss_differs

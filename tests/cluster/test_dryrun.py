@@ -75,6 +75,12 @@ LAYOUTS: dict[str, Case] = {
         "recompute_every_layers": 2,
     },
     "cp2-pp2": {"layout": {"pipeline": 2, "shard": 2, "context": 2}},
+    "ring2-tp2-selective": {
+        "layout": {"tensor": 2, "shard": 2, "context": 2},
+        "ring_attention": True,
+        **BF16,
+        **SELECTIVE,
+    },
     "one-experts": {**EXPERTS, **LITTLE},
     "tp2-pp2-fsdp2-experts": {"layout": FULL, **EXPERTS, **SELECTIVE},
     "ep2-tp2-experts": {

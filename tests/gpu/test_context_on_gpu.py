@@ -78,10 +78,11 @@ every_steps = 12
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="a context group needs 2 CUDA devices")
+@pytest.mark.parametrize("ring", ["false", "true"])
 @pytest.mark.parametrize("compiled", ["false", "true"])
-def test_it_trains_as_sharded_data_parallel_does(compiled: str, tmp_path: Path) -> None:
+def test_it_trains_as_sharded_data_parallel_does(compiled: str, ring: str, tmp_path: Path) -> None:
     compiles = f"train.compile={compiled}"
     plain = train(tmp_path / "shard", JOB, "parallel.shard=2", compiles)
-    ours = train(tmp_path / "context", JOB, "parallel.context=2", compiles)
+    ours = train(tmp_path / "context", JOB, "parallel.context=2", f"parallel.ring_attention={ring}", compiles)
     assert plain[-1]["loss"] < plain[0]["loss"] - 0.5
     assert [m["loss"] for m in ours] == pytest.approx([m["loss"] for m in plain], abs=0.02)

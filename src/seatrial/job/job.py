@@ -18,6 +18,8 @@ from seatrial.job.families import family_named
 from seatrial.job.finding import RuleViolation
 from seatrial.job.layout import Layout
 from seatrial.job.numbers import shares
+from seatrial.job.ring import ALWAYS, NEVER, RING_POSITIONS, RingRule
+from seatrial.job.rules_layout import ring_obstacles
 from seatrial.job.schema import (
     CheckpointSection,
     ClusterSection,
@@ -28,6 +30,7 @@ from seatrial.job.schema import (
     ParallelSection,
     ResilienceSection,
     TrainSection,
+    joined_gpus,
 )
 from seatrial.job.source import Source
 
@@ -64,6 +67,18 @@ class Job:
         if self.train.compile is None:
             return device != "cpu" and not (layout or self.layout).splits_backward
         return self.train.compile
+
+    @property
+    def ring_rule(self) -> RingRule:
+        """Where keys and values go around a ring, rather than being gathered.
+
+        `parallel.ring_attention`. If it is missing, where they can, and leave an NVLink domain: inside of one they are
+        gathered sooner than the ring's results are added up.
+        """
+        wanted = self.parallel.ring_attention
+        if wanted is None and not any(ring_obstacles(self.file, self.architecture)):
+            return RingRule(RING_POSITIONS, joined_gpus(self.cluster))
+        return ALWAYS if wanted else NEVER
 
     def wrote(self, key: str) -> bool:
         """Whether "section.key" was written in the file or set for this start, rather than left to its default."""

@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable, Iterator
 
 from seatrial.hardware.catalogue import FLASH_HEAD_DIM, find_gpu
+from seatrial.job.architecture import Architecture
 from seatrial.job.finding import Facts, RuleViolation
 from seatrial.job.layout import Layout
 from seatrial.job.numbers import divisors, either, near_multiples, next_multiple
 from seatrial.job.partial import UnreadableError
 from seatrial.job.schedules import schedule_named
-from seatrial.job.schema import Fp8Scaling, ParallelSection, joined_gpus
+from seatrial.job.schema import Fp8Scaling, JobFile, ParallelSection, joined_gpus
 
 # What the dimensions of FP8 products must be multiples of: on NVIDIA GPUs; the values that have a scale.
 _FP8_UNITS: dict[Fp8Scaling, int] = {"rowwise": 16, "tensorwise": 16, "mxfp8": 32}
@@ -360,17 +361,48 @@ def _experts_sharded(facts: Facts) -> Iterator[RuleViolation]:
         )
 
 
+def ring_obstacles(job: JobFile, arch: Architecture) -> Iterator[tuple[str, str]]:
+    """What `parallel.ring_attention` cannot be combined with: (key, why)."""
+    if not job.data.attend_across_documents:
+        yield "data.attend_across_documents", "attention within documents gathers keys and values"
+    if job.cluster.device == "cpu":
+        return
+    if job.train.precision == "fp32":
+        yield "train.precision", "its kernels take 16-bit values, and precision is fp32"
+    if job.train.attention == "efficient":
+        yield "train.attention", 'it takes flash or cuDNN attention, and attention is "efficient"'
+    if not arch.flash_heads:
+        yield "model.head_dim", f"its kernels take heads of up to {FLASH_HEAD_DIM}, in multiples of 8"
+
+
+def _ring_attention(facts: Facts) -> Iterator[RuleViolation]:
+    parallel = _parallel(facts)
+    if not parallel.ring_attention:
+        return
+    if parallel.context == 1:
+        yield RuleViolation(
+            ("parallel.ring_attention",),
+            "ring_attention = true has no effect: context is 1",
+            "remove it, or set context = 2 or more",
+        )
+    for key, why in ring_obstacles(facts.job, facts.architecture):
+        yield RuleViolation(
+            ("parallel.ring_attention", key), f"ring_attention = true cannot be used: {why}", "remove it"
+        )
+
+
 def _attention(facts: Facts) -> Iterator[RuleViolation]:
     """Only what keeps the kernel from being used at all: otherwise torch says at the first step that there is none."""
     job, kernel = facts.job, facts.job.train.attention
     if kernel == "auto":
         return
     documents = not job.data.attend_across_documents
+    gathers = facts.layout.context > 1 and not _parallel(facts).ring_attention
     refused = (
         ("cluster.device", job.cluster.device == "cpu", {"flash", "cudnn", "efficient"}, "CPU ranks have one kernel"),
         ("train.precision", job.train.precision == "fp32", {"flash", "cudnn"}, "it takes 16-bit values, and precision is fp32"),
         ("train.deterministic", job.train.deterministic, {"cudnn", "efficient"}, "its gradients may differ from run to run"),
-        ("parallel.context", facts.layout.context > 1, {"cudnn"}, "torch does not give it the masks of context parallel"),
+        ("parallel.context", gathers, {"cudnn"}, "torch does not give it the masks of context parallel without a ring"),
         ("data.attend_across_documents", documents, {"cudnn"}, "documents need a mask for it, which was not tried"),
         ("model.head_dim", facts.architecture.head_dim > FLASH_HEAD_DIM, {"flash"}, f"it takes heads of up to {FLASH_HEAD_DIM}"),
     )  # fmt: skip
@@ -445,6 +477,7 @@ LAYOUT_RULES: tuple[Callable[[Facts], Iterator[RuleViolation]], ...] = (
     _sequence,
     _profile,
     _async_tensor,
+    _ring_attention,
     _stages,
     _schedule,
     _split_backward_sharded,

@@ -28,6 +28,7 @@ from seatrial.job.callbacks import CALLBACKS, METRICS
 from seatrial.job.families import FAMILIES
 from seatrial.job.lora import LORA_TARGETS, LoraTarget
 from seatrial.job.optimizers import ADAMW, MUON, OPTIMIZERS
+from seatrial.job.ring import RING_POSITIONS
 from seatrial.job.schedules import SCHEDULES
 from seatrial.job.schema_base import Section, Text
 from seatrial.job.schema_launchers import KubernetesSection, SlurmSection, SshSection
@@ -338,6 +339,11 @@ class ParallelSection(Section):
     async_tensor: bool = Field(
         default=False,
         description="split tensor-parallel products into parts, and send one part while the next is computed",
+    )
+    ring_attention: bool | None = Field(
+        default=None,
+        description="with context parallel, pass keys and values from rank to rank while attention is computed, and gather "
+        f"none; if missing, where a rank has at least {RING_POSITIONS:,} positions of a sequence and NVLink does not reach all ranks",
     )
 
     @property

@@ -56,6 +56,7 @@ class Settings:
     compile: bool = False
     reshard_after_forward: bool = True
     async_tensor: bool = False
+    ring_attention: bool = False
     accumulate: Accumulate = "whole"
 
     @property
@@ -429,7 +430,13 @@ def build_stage(
         packed.apply_packed_attention(model)
     if mesh.context is not None:
         apply_context_parallel(
-            model, mesh.context, mesh.context_rank, settings.sequence_length, mesh.device, packs=packs
+            model,
+            mesh.context,
+            mesh.context_rank,
+            settings.sequence_length,
+            mesh.device,
+            packs=packs,
+            ring=settings.ring_attention,
         )
     if settings.compile:
         keep_compiler_private()

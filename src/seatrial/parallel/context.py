@@ -2,7 +2,7 @@
 
 Of 2n chunks of a sequence rank r of n has chunks r and 2n-1-r, so that causal attention is the same work on every rank
 (arXiv:2407.21783, section 3.3.2). Keys and values are gathered, which with grouped-query attention are small beside
-the queries; their gradients are summed and scattered.
+the queries; their gradients are summed and scattered. Or they go around a ring (`ring`), which gathers nothing.
 
     C  positions of a chunk (T / 2n)      t  positions of this rank (2 C)
 """
@@ -22,6 +22,7 @@ from seatrial.hardware.accelerator import is_accelerator
 from seatrial.model.decoder import Decoder, attention
 from seatrial.parallel.collectives import AllGatherPositions, all_gather_positions_op
 from seatrial.parallel.packed import packed_attention
+from seatrial.parallel.ring import RingAttention
 
 
 def own_positions(x: Tensor, dim: int, *, size: int, rank: int) -> Tensor:
@@ -105,10 +106,21 @@ class ContextAttention:
 
 
 def apply_context_parallel(
-    model: Decoder, group: ProcessGroup, rank: int, sequence_length: int, device: torch.device, *, packs: bool
+    model: Decoder,
+    group: ProcessGroup,
+    rank: int,
+    sequence_length: int,
+    device: torch.device,
+    *,
+    packs: bool,
+    ring: bool,
 ) -> None:
-    """Let `model` compute this rank's positions of sequences of `sequence_length`."""
+    """Let `model` compute this rank's positions of sequences of `sequence_length`; `ring`: as `ring` does."""
     model.sequence_length = sequence_length
     model.own_positions = partial(own_positions, size=group.size(), rank=rank)
     for block in model.blocks:
-        block.self_attn.attend = ContextAttention(group, rank, sequence_length, device, packs=packs)
+        block.self_attn.attend = (
+            RingAttention(group)
+            if ring
+            else ContextAttention(group, rank, sequence_length, device, packs=packs)
+        )

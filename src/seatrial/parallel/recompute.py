@@ -22,6 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from seatrial.model.decoder import Block
 from seatrial.parallel.overlap_ops import all_gather_matmul_op, matmul_reduce_scatter_op
+from seatrial.parallel.ring import ring_attention_op
 
 _aten = torch.ops.aten
 # Operator -> which of its arguments is the weight, and the weight's dimension of input features.
@@ -34,6 +35,7 @@ _PRODUCTS = {
 }
 _OTHERS = {
     all_gather_matmul_op._opoverload,
+    ring_attention_op._opoverload,
     # Not attention without a fused kernel: its scores are what recomputing is to save.
     _aten._scaled_dot_product_flash_attention.default,
     _aten._flash_attention_forward.default,  # of `packed`

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from seatrial.job import Job
 from seatrial.job.layout import Layout
+from seatrial.job.ring import ALWAYS
 from seatrial.plan.model.hardware import hardware_of
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.report.advice import Predictor
@@ -63,6 +64,8 @@ def _changes(cause: Cause, own: Recipe) -> Iterator[tuple[str, Recipe]]:
             if layout.tensor % 2 == 0:
                 yield _smaller(own, "tensor")
         elif cause.dimensions == ("context",):
+            if not own.rings:
+                yield "parallel.ring_attention = true", replace(own, ring=ALWAYS)
             if own.context % 2 == 0:
                 other = replace(layout, shard=2 * layout.shard)
                 name = f"parallel.context = {own.context // 2}, shard = {other.shard}"

@@ -356,6 +356,7 @@ def settings_of(job: Job, device: torch.device) -> Settings:
         compile=job.compiles(device.type),
         reshard_after_forward=job.parallel.reshards,
         async_tensor=job.parallel.async_tensor,
+        ring_attention=job.ring_rule.holds(train.sequence_length, job.layout.tensor, job.layout.context),
         # "auto" only in a job.toml older than the key, when it was always "whole".
         accumulate="sharded" if train.accumulate == "sharded" else "whole",
     )

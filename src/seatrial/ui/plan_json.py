@@ -92,7 +92,11 @@ _RECIPE = (
 
 def recipe(r: Recipe) -> dict[str, Any]:
     """A layout with its settings."""
-    return _settings(r) | {"world_size": r.world, "microbatches": r.microbatches}
+    return _settings(r) | {
+        "ring_attention": r.rings,
+        "world_size": r.world,
+        "microbatches": r.microbatches,
+    }
 
 
 def _settings(r: Recipe) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import pytest
 from jobs import GOOD, load, only_problem, problems
 
 from seatrial.job.schema import MUON_KEYS, JobFile
+from seatrial.plan.model.recipe import Recipe
 
 
 @pytest.mark.parametrize(
@@ -437,6 +438,43 @@ def test_what_a_kernel_of_attention_needs(kernel: str, overrides: tuple[str, ...
     assert found.message.startswith(f'attention = "{kernel}" cannot be used: ')
     assert message in found.message
     assert "auto" in (found.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("parallel.shard=2",), "has no effect: context is 1"),
+        (("parallel.context=2", "data.attend_across_documents=false"), "attention within documents gathers"),
+        (("parallel.context=2", "train.precision=fp32"), "its kernels take 16-bit values"),
+        (("parallel.context=2", "train.attention=efficient"), 'flash or cuDNN attention, and attention is "efficient"'),
+        (("parallel.context=2", "model.head_dim=320"), "heads of up to 256"),
+    ],
+)  # fmt: skip
+def test_what_ring_attention_needs(overrides: tuple[str, ...], message: str) -> None:
+    found = only_problem("parallel.ring_attention=true", "parallel.shard=1", *overrides)
+    assert found.message.startswith("ring_attention = true ")
+    assert message in found.message
+    assert "remove it" in (found.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rings"),
+    [
+        ((), True),
+        (("train.sequence_length=8192",), False),
+        (("cluster.nvlink_domain=8",), False),
+        (("data.attend_across_documents=false",), False),
+        (("train.precision=fp32",), False),
+        (("train.precision=fp32", "cluster.device=cpu"), True),
+        (("parallel.ring_attention=false",), False),
+        (("train.sequence_length=8192", "parallel.ring_attention=true"), True),
+    ],
+)
+def test_keys_go_around_a_ring_where_sequences_are_long(overrides: tuple[str, ...], rings: bool) -> None:
+    long = ("model.max_position_embeddings=32768", "train.sequence_length=32768")
+    across = ("parallel.tensor=2", "parallel.context=4", "parallel.shard=1", "parallel.pipeline=1")
+    job = load(GOOD, *across, *long, *overrides)
+    assert Recipe.of(job).rings == rings
 
 
 def test_other_kernels_of_attention_are_for_what_they_take() -> None:

@@ -550,10 +550,13 @@ def layer_activations(model: Architecture, recipe: Recipe, stack: Stack) -> floa
         if recipe.compiled and model.gated:
             mlp = 3  # one kernel computes the product of gate and up; silu(gate) is not kept
         heads = (3 if reorders(recipe, stack) else 2) * NH
-        keys = 2 * (NH if stack.name in OURS and _repeats_keys(model, recipe) else KH)
-        if recipe.context > 1 and stack.name in OURS:
-            keys *= recipe.context  # gathered
-            heads += NH  # attention's output, of each chunk and joined
+        keys = 2 * KH
+        if stack.name in OURS and not recipe.rings:
+            if _repeats_keys(model, recipe):
+                keys = 2 * NH
+            if recipe.context > 1:
+                keys *= recipe.context  # gathered
+                heads += NH  # attention's output, of each chunk and joined
         if model.qk_norm:  # their inputs
             heads, keys = heads + NH, keys + KH
         inputs = 2 * D / n if stack.name in OURS else 2 * D

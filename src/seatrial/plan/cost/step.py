@@ -345,7 +345,10 @@ def rank_traffic(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Sta
     # A layer has two all-gathers and two reduce-scatters, forward and backward; embedding and head one collective in each.
     # Ours has two more all-gathers for the weight gradients; what experts gather is kept, or gathered again by selective
     # recomputation.
+    rings = r.rings and stack.name in OURS
     again, keys_again = REDONE[r.recompute][3:]
+    if rings and r.recompute == "selective":
+        keys_again = 0.0  # attention is kept
     if r.recompute == "full" and stack.layer_states == "ours":
         again = EARLY_STOP
     share = r.recomputed_of(layout.rank_layers(rank, model.num_hidden_layers)) / layers
@@ -367,8 +370,10 @@ def rank_traffic(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Sta
         adapters = m * width * r.tokens * layers * each_layer
     tensor = (m * hidden * messages + adapters) * (n - 1) / n
     # Keys and values: gathered, gathered again for the backward pass unless they are kept as by ours, gradients reduced.
-    exchanges = (2 if stack.name in OURS else 3) + share * keys_again
-    context = layers * m * exchanges * width * r.tokens * 2 * model.kv_width / n * (r.context - 1)
+    # Around a ring: in each pass, and their gradients one rank further.
+    exchanges = (2 if stack.name in OURS and not rings else 3) + share * keys_again
+    sent = exchanges * (r.context - 1) + rings
+    context = layers * m * sent * width * r.tokens * 2 * model.kv_width / n
     expert = _exchanged(model, r, rank) * (layout.expert - 1) / layout.expert
     message = m * _hidden_bytes(model, r) * width / 2
     per_rank, last = layout.stages_per_rank, layout.pipeline - 1

@@ -33,6 +33,10 @@ REDONE = {
     "selective": (0.0, 0.0, 1.0, 0.0, 1.0),
     "full": (1.0, 1.0, 1.0, 1.0, 1.0),
 }
+RING_SOURCE = (
+    "ring_attention: never measured on GPUs; assumed: the next keys and values arrive while attention to those at hand is "
+    "computed, and attention in steps is as fast as in one"
+)
 # torch.utils.checkpoint stops early: before the last product and its reduce-scatter.
 EARLY_STOP = 0.75
 # Bytes per score that GEMMs, softmax and dropout of unfused attention read and write, in 16 bits with a byte for the
@@ -165,14 +169,18 @@ class _WorkBuilder:
         back_copies = copies if parts > 1 else 1.5 * copies
         attention_f, attention_b = self._attention()
         tensor, (context, exchange) = self._tensor(), self._context(attention_f)
+        rings = r.rings and stack.name in OURS
         gap = stack.gap_s
-        moved = self.kernels.move(moved_f + copies) + gap
+        adds_f, adds_b = self._ring_sums() if rings else (0.0, 0.0)
+        moved = self.kernels.move(moved_f + copies + adds_f) + gap
         f = Pass(forward, attention_f, moved, tensor, context, exchange=exchange)
         gathers = tensor * self._backward_gathers()
-        twice = 1 if stack.name in OURS else 2
-        moved = self.kernels.move(moved_b + back_copies) + 2 * gap
+        twice = 1 if stack.name in OURS and not rings else 2
+        moved = self.kernels.move(moved_b + back_copies + adds_b) + 2 * gap
         b = Pass(backward, attention_b, moved, gathers, twice * context, exchange=twice * exchange)
         redone = REDONE[r.recompute]
+        if rings and r.recompute == "selective":
+            redone = (*redone[:4], 0.0)  # attention is kept
         last, sent = 0.0, redone[3]
         if r.recompute == "full" and stack.layer_states == "ours":
             last, sent = parts * ahead[-1], EARLY_STOP
@@ -341,10 +349,20 @@ class _WorkBuilder:
         again = self.recipe.sequence_parallel and self.stack.layer_states == "megatron"
         return 1.5 if again else 1.0
 
+    def _ring_sums(self) -> tuple[float, float]:
+        """Bytes that a ring's steps read and write to add up what each found, by pass (`ring.py`).
+
+        All but the first are about 3/4 of the queries, and of the keys. Sums of queries are in fp32, of keys in 16 bits.
+        """
+        r, model = self.recipe, self.model
+        t, later = r.tokens / r.layout.tensor, 0.75 * (r.context - 1)
+        forward = t * model.query_width * (12 + 18 * later)
+        return forward, t * (model.query_width * (12 + 10 * later) + 2 * model.kv_width * 6 * later)
+
     def _context(self, attention: float) -> tuple[float, float]:
         """Seconds of exchanging keys and values in the context group: (exposed, all that leave the NVLink domain).
 
-        Exposed is what does not overlap with attention. Ours overlaps nothing.
+        Exposed is what does not overlap with attention. Ours overlaps nothing, unless keys and values go around a ring.
         """
         r = self.recipe
         if r.context == 1:
@@ -353,8 +371,10 @@ class _WorkBuilder:
         n_bytes = 2.0 * r.tokens * r.context * 2 * self.model.kv_width / r.layout.tensor
         seconds = self.fabric.seconds("all_gather", n_bytes, at)
         leaving = seconds if at.domains > 1 else 0.0
-        if self.stack.name in OURS:
+        if self.stack.name in OURS and not r.rings:
             return seconds, leaving
         # The backward pass exchanges twice as much and has longer attention: the pass with less overlap counts for both.
         hidden = min(attention, self._attention()[1] / 2)
+        if r.rings:
+            hidden *= (r.context - 1) / r.context  # nothing is under way during the last step
         return max(0.0, seconds - hidden), leaving

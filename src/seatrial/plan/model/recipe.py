@@ -11,6 +11,7 @@ from seatrial.job.architecture import Architecture
 from seatrial.job.job import Job
 from seatrial.job.layout import Layout
 from seatrial.job.optimizers import ADAMW
+from seatrial.job.ring import NEVER, RingRule
 from seatrial.job.schema import Accumulate
 
 Sharding = Literal["none", "optimizer", "gradients", "full"]
@@ -34,6 +35,7 @@ class Recipe:
     microbatch: int = 1
     layout: Layout = field(default_factory=Layout)
     context: int = 1
+    ring: RingRule = NEVER  # our trainer: where keys and values are not gathered
     optimizer: str = ADAMW.name
     precision: Precision = "bf16"
     attention: AttentionKernel = "auto"  # our trainer
@@ -60,6 +62,7 @@ class Recipe:
             microbatch=train.microbatch,
             layout=replace(job.layout, shard=job.layout.sample_shards, context=1),
             context=job.layout.context,
+            ring=job.ring_rule,
             optimizer=job.optimizer.name,
             precision=train.precision,
             attention=train.attention,
@@ -80,7 +83,11 @@ class Recipe:
     @property
     def parallel(self) -> dict[str, Any]:
         """Its keys of [parallel] in a job file."""
-        settings = {"reshard_after_forward": self.reshard, "async_tensor": self.async_tensor}
+        settings = {
+            "reshard_after_forward": self.reshard,
+            "async_tensor": self.async_tensor,
+            "ring_attention": self.rings if self.context > 1 else None,
+        }
         return {**vars(self.layout), "context": self.context, **settings}
 
     @property
@@ -121,6 +128,11 @@ class Recipe:
         return (
             sum(counts) if self.recompute_every == 1 else sum(-(-n // self.recompute_every) for n in counts)
         )
+
+    @property
+    def rings(self) -> bool:
+        """Whether keys and values go around a ring of the context-parallel ranks."""
+        return self.ring.holds(self.sequence, self.layout.tensor, self.context)
 
     @property
     def width(self) -> int:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from seatrial.job.job import Job
 from seatrial.job.layout import Layout
 from seatrial.job.numbers import divisors
+from seatrial.job.ring import ALWAYS, NEVER
 from seatrial.job.schedules import schedule_named
 from seatrial.job.schema import Accumulate
 from seatrial.plan.cost.calibration import Calibration
@@ -266,6 +267,9 @@ def single_changes(own: Recipe, stack: Stack) -> Iterator[list[tuple[str, Recipe
     if can_overlap(own, stack):
         other = replace(own, async_tensor=not own.async_tensor)
         yield [(difference(own, other), other)]
+    if own.context > 1 and stack.name in OURS:
+        other = replace(own, ring=NEVER if own.rings else ALWAYS)
+        yield [(difference(own, other), other)]
     if own.microbatches > 1 and stack.name in OURS:
         values: tuple[Accumulate, ...] = ("whole", "sharded")
         others = [replace(own, accumulate=how) for how in values if how != own.accumulate]
@@ -379,14 +383,14 @@ def _crossover(
 
 def short(recipe: Recipe) -> str:
     """TP8 PP2 FSDP8, the usual notation of layouts; with replicas "FSDP8 DP4", with several stages a rank "PP2x4",
-    "TP8 async" with communication overlapped with products, "FSDP8 EP4" with experts divided among 4 ranks of 8.
+    "TP8 async" with communication overlapped with products, "CP4 ring" with keys that are not gathered, "FSDP8 EP4" with experts divided among 4 ranks of 8.
     """
     at = recipe.layout
     stages = f"x{at.stages_per_rank}" if at.stages_per_rank > 1 else ""
     behind = " async" if recipe.async_tensor and at.tensor > 1 else ""
     words = [f"TP{at.tensor}{behind}", f"PP{at.pipeline}{stages}", f"FSDP{at.shard}"]
     if recipe.context > 1:
-        words.insert(1, f"CP{recipe.context}")
+        words.insert(1, f"CP{recipe.context}{' ring' if recipe.rings else ''}")
     if at.expert > 1:
         words.append(f"EP{at.expert}")
     if at.replicate > 1:
@@ -417,6 +421,8 @@ def difference(a: Recipe, b: Recipe) -> str:
         entries.append(f"reshard_after_forward = {str(b.reshard).lower()}")
     if a.async_tensor != b.async_tensor:
         entries.append(f"async_tensor = {str(b.async_tensor).lower()}")
+    if a.rings != b.rings:
+        entries.append(f"ring_attention = {str(b.rings).lower()}")
     if a.accumulate != b.accumulate and b.microbatches > 1:
         entries.append(f'accumulate = "{b.accumulate}"')
     if a.compiled != b.compiled:

@@ -18,6 +18,7 @@ from seatrial.plan.cost.memory_fit import MemoryFit, judge
 from seatrial.plan.cost.overlap import SOURCE as OVERLAP_SOURCE
 from seatrial.plan.cost.predict import Prediction, Share, capacity, predict, stack_for
 from seatrial.plan.cost.step import Traffic, traffic
+from seatrial.plan.cost.work import RING_SOURCE
 from seatrial.plan.model.cluster import HOST_SOURCE, Cluster
 from seatrial.plan.model.hardware import Hardware
 from seatrial.plan.model.recipe import Recipe
@@ -331,6 +332,8 @@ def _provenance(
         chosen = () if found is None else tuple(c.recipe for c in found.choices)
         if any(r.async_tensor for r in (mine.recipe, *chosen)):
             sources += (OVERLAP_SOURCE,)
+        if any(r.rings for r in (mine.recipe, *chosen)):
+            sources += (RING_SOURCE,)
         if job.train.deterministic:
             sources += (DETERMINISTIC_SOURCE,)
         if short := too_short(job.architecture, mine.recipe, mine.prediction):

@@ -56,6 +56,7 @@ class Candidate:
             "layout": r.job_layout.as_dict(),
             "reshard_after_forward": r.reshard,
             "async_tensor": r.async_tensor,
+            "ring_attention": r.parallel["ring_attention"],
             **r.train,
             "memory_bytes": round(self.held_bytes),
             "sent_bytes": round(self.sent_bytes),

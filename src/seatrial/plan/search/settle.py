@@ -98,6 +98,7 @@ def _reused(job: Job, place: Hardware, recorded: Mapping[str, Any]) -> tuple[Job
         sizes["shard"] //= max(1, sizes["context"])  # as in the job file
     sizes["reshard_after_forward"] = recorded.get("reshard_after_forward")
     sizes["async_tensor"] = recorded.get("async_tensor", False)  # older records lack it
+    sizes["ring_attention"] = recorded.get("ring_attention")
     try:
         parallel = ParallelSection.model_validate(sizes)
         type(job.train).model_validate({**job.train.model_dump(), **train})

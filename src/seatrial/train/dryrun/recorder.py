@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from seatrial.base.errors import InternalError
-from seatrial.parallel.overlap_ops import IMPLEMENTATIONS
+from seatrial.parallel import overlap_ops, ring
 from seatrial.train.dryrun.timeline import Timeline
 
 _aten, _c10d, _fsdp = torch.ops.aten, torch.ops.c10d, torch.ops.fsdp
@@ -37,6 +37,8 @@ _COLLECTIVES: dict[Any, tuple[str, str]] = {
     _c10d.recv_: ("receive", "tensors"),
     _c10d.recv_any_source_: ("receive", "tensors"),
 }
+# Our own operators, which hide what they launch and compute.
+IMPLEMENTATIONS = overlap_ops.IMPLEMENTATIONS | ring.IMPLEMENTATIONS
 _DATA = ("shard", "expert_shard", "replicate")  # dimensions whose collectives are sharded data parallel's
 _FORWARD_ATTENTION = {
     _aten._scaled_dot_product_flash_attention,
@@ -158,7 +160,7 @@ class Recorder(TorchDispatchMode):
             raise InternalError(f"a step uses {packet}, whose bytes the dry run does not know")
         inside = IMPLEMENTATIONS.get(func)
         if inside is not None:
-            # One of our own operators: what it launches and computes counts. Fake tensors would hide it.
+            # What it launches and computes counts. Fake tensors would hide it.
             super().__enter__()
             try:
                 return inside(*args, **kwargs)
