@@ -53,6 +53,14 @@ LAYOUTS = {
         "train.global_batch=32",
         "train.activation_checkpointing=none",
     ),
+    "ring, tensor": (
+        "parallel.tensor=2",
+        "parallel.context=4",
+        "parallel.ring_attention=true",
+        "train.global_batch=8",
+        "train.sequence_length=16384",
+        "train.activation_checkpointing=none",
+    ),
     "interleaved": (
         "parallel.pipeline=2",
         "parallel.schedule=interleaved-1f1b",

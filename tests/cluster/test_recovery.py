@@ -123,9 +123,12 @@ def test_killed_rank_of_shards_resumes_bit_for_bit(begin: Begin, tmp_path: Path)
 
 
 @pytest.mark.ci
-def test_killed_rank_of_a_context_group_resumes_bit_for_bit(begin: Begin, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ring", [(), ("parallel.ring_attention=true", "cluster.device=cpu")])
+def test_killed_rank_of_a_context_group_resumes_bit_for_bit(
+    ring: tuple[str, ...], begin: Begin, tmp_path: Path
+) -> None:
     context = ("parallel.context=2", "parallel.shard=1", "parallel.replicate=2", "parallel.pipeline=1")
-    settings = ("cluster.gpus_per_node=2", "parallel.tensor=1", *context, *RARELY_VERIFIED)
+    settings = ("cluster.gpus_per_node=2", "parallel.tensor=1", *context, *RARELY_VERIFIED, *ring)
     trial = begin(*settings)
     trial.until_step(9)
     trial.kill_rank(1)

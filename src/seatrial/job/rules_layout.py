@@ -386,8 +386,11 @@ def _ring_attention(facts: Facts) -> Iterator[RuleViolation]:
             "remove it, or set context = 2 or more",
         )
     for key, why in ring_obstacles(facts.job, facts.architecture):
+        of_gpus = facts.job.cluster.device == "auto" and not key.startswith("data.")
         yield RuleViolation(
-            ("parallel.ring_attention", key), f"ring_attention = true cannot be used: {why}", "remove it"
+            ("parallel.ring_attention", key),
+            f"ring_attention = true cannot be used: {why}",
+            'remove it, or set cluster.device = "cpu" if there are no GPUs' if of_gpus else "remove it",
         )
 
 

@@ -58,6 +58,37 @@ def each(x_BTD: Tensor, *linears: nn.Module) -> Sequence[Tensor]:
     return [linear(x_BTD) for linear in linears]
 
 
+class _CpuRMSNorm(torch.autograd.Function):
+    """The norm on a CPU, where torch has no kernel for it and its backward pass takes several times as long."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        rstd = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, rstd)
+        return (wide * rstd).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, weight, rstd = ctx.saved_tensors
+        grad, wide_weight = grads[0].to(rstd.dtype), weight.to(rstd.dtype)
+        normed = x * rstd
+        of_weight = grad * normed  # of each row
+        share = (of_weight @ wide_weight).div_(x.shape[-1])[..., None]
+        of_x = (grad * wide_weight).addcmul_(normed, share, value=-1).mul_(rstd)
+        if not ctx.needs_input_grad[1]:  # a frozen model's
+            return of_x.to(x.dtype), None, None
+        return of_x.to(x.dtype), of_weight.flatten(0, -2).sum(0).to(weight.dtype), None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`torch.nn.functional.rms_norm` over the last dimension."""
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        normed: Tensor = _CpuRMSNorm.apply(x, weight, eps)
+        return normed
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm with a weight (arXiv:1910.07467); computed in fp32 inside the kernel."""
 
@@ -67,7 +98,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 def inverse_frequencies(

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from seatrial.base.errors import InternalError
+from seatrial.model import decoder
 from seatrial.train.dryrun.kernels import cuda_kernels
 from seatrial.train.dryrun.recorder import WEIGHTS, Recorder
 from seatrial.train.dryrun.timeline import Timeline
@@ -92,19 +93,19 @@ def test_collectives_of_unknown_groups_are_refused() -> None:
 
 
 def test_cuda_rms_norm_saves_one_value_a_row() -> None:
-    original = F.rms_norm
+    original = decoder.rms_norm
     with FakeTensorMode(), cuda_kernels("auto"):
         x, weight = torch.empty(6, 32, requires_grad=True), torch.empty(32, requires_grad=True)
         seen = recorder()
         with seen:
-            out = F.rms_norm(x, weight.shape, weight, 1e-6)
+            out = decoder.rms_norm(x, weight, 1e-6)
             # x and weight are there before; what is new is the output and the reciprocal root of each row.
             assert sum(seen.timeline._sizes.values()) == 6 * 32 * 4 + 6 * 4
             out.backward(torch.empty_like(out))
         assert x.grad is not None
         assert weight.grad is not None
         assert (x.grad.shape, weight.grad.shape) == (x.shape, weight.shape)
-    assert F.rms_norm is original
+    assert decoder.rms_norm is original
 
 
 @pytest.mark.parametrize("width", [16, 12])

@@ -1,8 +1,7 @@
 """Fake CUDA kernels for a machine without a GPU: the tensors they save for backward, and their outputs.
 
-On a CPU torch computes an RMS norm by many small operations, and attention repeats grouped keys and values for every
-query head. On CUDA each is one fused kernel that saves far less. A dry run for CUDA traces on the CPU with these
-kernels' shapes instead.
+On a CPU an RMS norm is several operations with results of their own, and attention repeats grouped keys and values for every
+query head. On CUDA each is one fused kernel. A dry run for CUDA traces on the CPU with these kernels' shapes instead.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from seatrial.hardware import accelerator
 from seatrial.hardware.catalogue import FLASH, AttentionKernel
+from seatrial.model import decoder
 from seatrial.parallel import context, expert, packed
 
 _flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
@@ -39,10 +39,7 @@ class _FusedRMSNorm(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight)
 
 
-def _rms_norm(
-    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
-) -> Tensor:
-    assert weight is not None
+def _rms_norm(x: Tensor, weight: Tensor, _eps: float) -> Tensor:
     assert weight.dtype == x.dtype, "CUDA would not use the fused kernel"
     return _FusedRMSNorm.apply(x, weight)
 
@@ -72,7 +69,7 @@ def _one_document_a_row(document_BT: Tensor, microbatch: int, chunks: Sequence[r
 
 @contextmanager
 def cuda_kernels(attention: AttentionKernel) -> Iterator[None]:
-    """Context in which `F.rms_norm` and attention are traced as CUDA's kernels. For fake tensors only.
+    """Context in which norms and attention are traced as CUDA's kernels. For fake tensors only.
 
     Not a TorchFunctionMode: that is disabled during a backward pass, where recomputed layers run.
     """
@@ -81,7 +78,7 @@ def cuda_kernels(attention: AttentionKernel) -> Iterator[None]:
         return not (attention in FLASH and accelerator.flash_takes(query, biased=biased))
 
     kernels: tuple[tuple[Any, str, Any], ...] = (
-        (F, "rms_norm", _rms_norm),
+        (decoder, "rms_norm", _rms_norm),
         (F, "scaled_dot_product_attention", _attention),
         (context, "lower_right", lambda _queries, _seen: None),  # as attention knows it
         (accelerator, "needs_equal_heads", needs_equal_heads),
