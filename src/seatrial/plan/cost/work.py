@@ -370,11 +370,14 @@ class _WorkBuilder:
         at = group(self.fabric.cluster, stride=r.layout.tensor, size=r.context)
         n_bytes = 2.0 * r.tokens * r.context * 2 * self.model.kv_width / r.layout.tensor
         seconds = self.fabric.seconds("all_gather", n_bytes, at)
+        ours = self.stack.name in OURS
+        if ours and r.rings:
+            seconds = (r.context - 1) * self.fabric.send(n_bytes / r.context, across=at.domains > 1)
         leaving = seconds if at.domains > 1 else 0.0
-        if self.stack.name in OURS and not r.rings:
+        if ours and not r.rings:
             return seconds, leaving
         # The backward pass exchanges twice as much and has longer attention: the pass with less overlap counts for both.
         hidden = min(attention, self._attention()[1] / 2)
-        if r.rings:
+        if ours:
             hidden *= (r.context - 1) / r.context  # nothing is under way during the last step
         return max(0.0, seconds - hidden), leaving
