@@ -72,18 +72,17 @@ class _CpuRMSNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, rstd = ctx.saved_tensors
         grad, wide_weight = grads[0].to(rstd.dtype), weight.to(rstd.dtype)
-        normed = x * rstd
-        of_weight = grad * normed  # of each row
-        share = (of_weight @ wide_weight).div_(x.shape[-1])[..., None]
-        of_x = (grad * wide_weight).addcmul_(normed, share, value=-1).mul_(rstd)
+        normed, scaled = x * rstd, grad * wide_weight
+        share = (scaled * normed).mean(-1, keepdim=True)
+        of_x = scaled.addcmul_(normed, share, value=-1).mul_(rstd).to(x.dtype)
         if not ctx.needs_input_grad[1]:  # a frozen model's
-            return of_x.to(x.dtype), None, None
-        return of_x.to(x.dtype), of_weight.flatten(0, -2).sum(0).to(weight.dtype), None
+            return of_x, None, None
+        return of_x, normed.mul_(grad).flatten(0, -2).sum(0).to(weight.dtype), None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`torch.nn.functional.rms_norm` over the last dimension."""
-    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+    if x.device.type == "cpu":
         normed: Tensor = _CpuRMSNorm.apply(x, weight, eps)
         return normed
     return F.rms_norm(x, weight.shape, weight, eps)
