@@ -255,6 +255,9 @@ def test_async_tensor_parallel_has_the_same_flops_and_traffic(name: str, out: Pa
     assert told[0] == told[1]
 
 
+HELD = {"zero-bubble-tp2": 12 * 16_384}  # messages
+
+
 @every_case
 def test_memory_is_that_of_a_real_step(name: str, out: Path) -> None:
     """Live bytes as torch allocates them, to the byte where nobody communicates.
@@ -266,7 +269,7 @@ def test_memory_is_that_of_a_real_step(name: str, out: Path) -> None:
     if len(ranks) == 1:
         assert json.loads((out / f"{name}.dry.json").read_text())["second"]["peaks"] == ranks[0][0]["peaks"]
     for real, dry in ranks:
-        assert peak(dry) <= peak(real) <= 1.06 * peak(dry)
+        assert peak(dry) <= peak(real) <= peak(dry) + max(0.05 * peak(dry), HELD.get(name, 0))
 
 
 @every_case
