@@ -255,7 +255,8 @@ def test_async_tensor_parallel_has_the_same_flops_and_traffic(name: str, out: Pa
     assert told[0] == told[1]
 
 
-HELD = {"zero-bubble-tp2": 12 * 16_384}  # messages
+# Bytes of messages that gloo still holds, where they are more than 5 % of a small model: the same with torch's own norm.
+HELD = {"zero-bubble-tp2": 12 * 16_384}
 
 
 @every_case
