@@ -167,6 +167,7 @@ def torchtitan(spec: Spec, laps: Laps) -> int:
 
     config = JobConfig()
     config.job.dump_folder = str(spec.folder / "torchtitan")
+    config.debug.seed = 1
     config.model.name, config.model.flavor = "peers", "peers"
     config.optimizer.lr = spec.lr
     config.lr_scheduler.warmup_steps, config.lr_scheduler.decay_ratio = 2, 0.0

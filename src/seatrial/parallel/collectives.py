@@ -16,12 +16,39 @@ from torch.distributed import ProcessGroup, distributed_c10d
 
 # torch 2.13 renamed these two and deprecates the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def wait(work: dist.Work) -> None:
+def wait(work: Any) -> None:
     """Wait for a collective in flight. A separate function, by which `supervision.flight` recognises such a wait."""
     work.wait()
+
+
+class _SumInFlight:
+    """A gloo reduce-scatter: all ranks' rows for this rank are on their way, and are added up once they are waited for."""
+
+    def __init__(self, output: Tensor, input: Tensor, group: ProcessGroup) -> None:
+        self._output, self._received, self._sent = output, torch.empty_like(input), input
+        self._work = dist.all_to_all_single(self._received, input, group=group, async_op=True)
+        self._ranks = group.size()
+
+    def wait(self) -> None:
+        self._work.wait()
+        torch.sum(self._received.view(self._ranks, *self._output.shape), 0, out=self._output)
+
+
+def reduce_scatter_single(output: Tensor, input: Tensor, group: ProcessGroup, async_op: bool = False) -> Any:
+    """Sum `input` over the group; each rank gets its part of the first dimension in `output`.
+
+    gloo's own sums all parts in every rank: on CPUs that takes three times as long as sending each part to its rank.
+    """
+    if dist.get_backend(group) != "gloo":
+        return _reduce_scatter_single(output, input, group=group, async_op=async_op)
+    work = _SumInFlight(output, input, group=group)
+    if async_op:
+        return work
+    work.wait()
+    return None
 
 
 def needs_grad(ctx: Any, index: int) -> bool:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import Shard
 
 from seatrial.job.parameters import is_router_bias
 from seatrial.job.schema import Accumulate
 from seatrial.model.decoder import Decoder, SparseMLP
+from seatrial.parallel.collectives import reduce_scatter_single
 
 
 def apply_sharding(
@@ -55,6 +58,27 @@ def apply_sharding(
             # Plain SUM: gloo has no PREMUL_SUM, which torch would use for a factor of its own.
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
+            if expert_mesh is None:  # with two meshes torch refuses it
+                module.set_custom_reduce_scatter(_Summed())
+
+
+class _Summed(ReduceScatter):
+    """FSDP2's reduce-scatter by `collectives`."""
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        return reduce_scatter_single(output_tensor, input_tensor, group, async_op)
 
 
 def _experts_over(model: Decoder, mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
