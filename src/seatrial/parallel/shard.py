@@ -58,12 +58,12 @@ def apply_sharding(
             # Plain SUM: gloo has no PREMUL_SUM, which torch would use for a factor of its own.
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
-            if expert_mesh is None:  # with two meshes torch refuses it
-                module.set_custom_reduce_scatter(_Summed())
+            if mesh.device_type == "cpu" and expert_mesh is None:  # with two meshes torch refuses it
+                module.set_custom_reduce_scatter(_CpuReduceScatter())
 
 
-class _Summed(ReduceScatter):
-    """FSDP2's reduce-scatter by `collectives`."""
+class _CpuReduceScatter(ReduceScatter):
+    """FSDP2's reduce-scatter as `collectives` does it."""
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
