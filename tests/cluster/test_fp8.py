@@ -47,7 +47,7 @@ SAME_SCALES: dict[str, Case] = {
 CLOSE: dict[str, tuple[Case, float]] = {
     "zero-bubble": ({"layout": ZERO_BUBBLE, "reshard_after_forward": False}, 0.002),
     "context2": ({"layout": {"context": 2, "shard": 2}}, 0.06),
-    "ring2": ({"layout": {"context": 2, "shard": 2}, "ring_attention": True}, 0.06),
+    "ring2": ({"layout": {"context": 2, "shard": 2}, "ring_attention": True}, 0.12),
     "tp2": (TP2, 0.12),
     "tp2-tensorwise": ({**TP2, **TENSORWISE, "peer": "one-tensorwise"}, 0.25),
     "tp2-mxfp8": ({**TP2, **MXFP8, "peer": "one-mxfp8"}, 0.12),
