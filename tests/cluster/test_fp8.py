@@ -85,9 +85,13 @@ def test_layouts_with_the_same_scales_train_as_one_process(name: str, runs: dict
     mine, other = runs[name].history[0], runs[runs[name].case["peer"]].history[0]
     assert mine[0] == pytest.approx(other[0], abs=1e-9)
     assert mine[1] == pytest.approx(other[1], rel=1e-6)
-    # Sums over ranks round otherwise; where that moves a weight by a bf16 rounding, later steps differ by more.
-    summed = "shard" in SAME_SCALES[name].get("layout", {})
-    limits = {"loss": 2e-4, "norm": 1e-3} if summed else {"loss": 1e-9, "norm": 1e-6}
+    # Sums over ranks round otherwise, and compiled layers on some CPUs; where that moves a weight by a bf16 rounding, or turns the
+    # sign of one of Adam's first updates, later steps differ by more.
+    limits = {"loss": 1e-9, "norm": 1e-6}
+    if "shard" in SAME_SCALES[name].get("layout", {}):
+        limits = {"loss": 2e-4, "norm": 1e-3}
+    elif "compile" in SAME_SCALES[name]:
+        limits = {"loss": 5e-3, "norm": 5e-3}
     assert_trains_alike(runs, name, **limits, worst=1e-6)
 
 
