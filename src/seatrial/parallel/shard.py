@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import Shard
 
 from seatrial.job.parameters import is_router_bias
@@ -62,13 +62,8 @@ def apply_sharding(
                 module.set_custom_reduce_scatter(_CpuReduceScatter())
 
 
-class _CpuReduceScatter(ReduceScatter):
+class _CpuReduceScatter(DefaultReduceScatter):
     """FSDP2's reduce-scatter as `collectives` does it."""
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
         self,
