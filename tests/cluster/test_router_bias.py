@@ -26,6 +26,9 @@ from seatrial.job.parameters import is_router_bias
 pytestmark = [pytest.mark.cluster, pytest.mark.ci]
 
 RATE = 0.001  # the default
+# With Adam's usual 1e-8, gradients of that size, mostly rounding, move weights by a whole step; on some CPUs the rounding of
+# compiled layers then sends a position to another expert in the second step.
+OPTIMIZER = {"eps": 1e-6}
 DENSE_FIRST: Case = {"first_dense": 1, "peer": "one-dense-first"}
 CASES: dict[str, Case] = {
     "fsdp2": {"layout": {"shard": 2}},
@@ -70,7 +73,9 @@ OTHERS: dict[str, Case] = {
 
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest) -> dict[str, Ran]:
-    return run_layouts(request, OTHERS | CASES, optional=_LONG, family="glm4_moe", steps=2)
+    return run_layouts(
+        request, OTHERS | CASES, optional=_LONG, family="glm4_moe", steps=2, optimizer=OPTIMIZER
+    )
 
 
 def biases(ran: Ran) -> list[dict[str, Tensor]]:
