@@ -7,6 +7,7 @@ first step.
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,13 +16,33 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
 
 # torch 2.13 renamed these two and deprecates the old names.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def wait(work: Any) -> None:
     """Wait for a collective in flight. A separate function, by which `supervision.flight` recognises such a wait."""
     work.wait()
+
+
+class _BroadcastsInFlight(dist.Work):
+    """A gloo all-gather: each rank's part of the output is broadcast from there. FSDP2 waits for nothing but a `Work`."""
+
+    def __init__(self, output: Tensor, input: Tensor, group: ProcessGroup) -> None:
+        super().__init__()
+        parts = output.chunk(group.size())
+        own = parts[group.rank()]
+        if own.data_ptr() != input.data_ptr():  # FSDP2's is in its place
+            own.copy_(input)
+        self._works = [
+            dist.broadcast(part, group=group, group_src=rank, async_op=True)
+            for rank, part in enumerate(parts)
+        ]
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        for work in self._works:
+            work.wait(timeout)
+        return True
 
 
 class _SumInFlight:
@@ -37,6 +58,16 @@ class _SumInFlight:
         torch.sum(self._received.view(self._ranks, *self._output.shape), 0, out=self._output)
 
 
+def all_gather_single(output: Tensor, input: Tensor, group: ProcessGroup, async_op: bool = False) -> Any:
+    """Put each rank's `input` into its part of the first dimension of `output`.
+
+    gloo's own passes the parts around a ring, a step after the other: on CPUs broadcasts at the same time are faster.
+    """
+    if dist.get_backend(group) != "gloo":
+        return _all_gather_single(output, input, group=group, async_op=async_op)
+    return _finished_unless(async_op, _BroadcastsInFlight(output, input, group=group))
+
+
 def reduce_scatter_single(output: Tensor, input: Tensor, group: ProcessGroup, async_op: bool = False) -> Any:
     """Sum `input` over the group; each rank gets its part of the first dimension in `output`.
 
@@ -44,7 +75,10 @@ def reduce_scatter_single(output: Tensor, input: Tensor, group: ProcessGroup, as
     """
     if dist.get_backend(group) != "gloo":
         return _reduce_scatter_single(output, input, group=group, async_op=async_op)
-    work = _SumInFlight(output, input, group=group)
+    return _finished_unless(async_op, _SumInFlight(output, input, group=group))
+
+
+def _finished_unless(async_op: bool, work: Any) -> Any:
     if async_op:
         return work
     work.wait()

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import Shard
 
 from seatrial.job.parameters import is_router_bias
 from seatrial.job.schema import Accumulate
 from seatrial.model.decoder import Decoder, SparseMLP
-from seatrial.parallel.collectives import reduce_scatter_single
+from seatrial.parallel.collectives import all_gather_single, reduce_scatter_single
 
 
 def apply_sharding(
@@ -59,7 +59,21 @@ def apply_sharding(
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
             if mesh.device_type == "cpu" and expert_mesh is None:  # with two meshes torch refuses it
+                module.set_custom_all_gather(_CpuAllGather())
                 module.set_custom_reduce_scatter(_CpuReduceScatter())
+
+
+class _CpuAllGather(DefaultAllGather):
+    """FSDP2's all-gather as `collectives` does it."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: ProcessGroup,
+        async_op: bool = False,
+    ) -> Any:
+        return all_gather_single(output_tensor, input_tensor, group, async_op)
 
 
 class _CpuReduceScatter(DefaultReduceScatter):
