@@ -26,7 +26,10 @@ def wait(work: Any) -> None:
 
 
 class _BroadcastsInFlight(dist.Work):
-    """A gloo all-gather: each rank's part of the output is broadcast from there. FSDP2 waits for nothing but a `Work`."""
+    """A gloo all-gather in flight: each rank broadcasts its part of the output.
+
+    A subclass of torch's `Work`, because FSDP2 waits for nothing else, and a zero-bubble schedule gathers asynchronously.
+    """
 
     def __init__(self, output: Tensor, input: Tensor, group: ProcessGroup) -> None:
         super().__init__()
@@ -46,7 +49,7 @@ class _BroadcastsInFlight(dist.Work):
 
 
 class _SumInFlight:
-    """A gloo reduce-scatter: all ranks' rows for this rank are on their way, and are added up once they are waited for."""
+    """A gloo reduce-scatter in flight: all ranks' rows for this rank are on their way, and are added up once they are waited for."""
 
     def __init__(self, output: Tensor, input: Tensor, group: ProcessGroup) -> None:
         self._output, self._received, self._sent = output, torch.empty_like(input), input
@@ -79,6 +82,7 @@ def reduce_scatter_single(output: Tensor, input: Tensor, group: ProcessGroup, as
 
 
 def _finished_unless(async_op: bool, work: Any) -> Any:
+    """`work` if it is `async_op`; otherwise wait for it."""
     if async_op:
         return work
     work.wait()
