@@ -104,6 +104,9 @@ def test_collectives_are_counted_with_their_bytes(out: Path) -> None:
                 # gradient of half of the tied embedding.
                 assert usual["pipeline"].bytes == 16 * 2 * 32 * 64 * 4 + 264 // 2 * 64 * 4
                 assert usual["pipeline"].calls == 17
+            else:
+                # Two microbatches gather five FSDP units forward and all but the last again backward.
+                assert usual["shard"].calls == 2 * (5 + 4) + 5
 
 
 @pytest.mark.parametrize(("delay", "stage"), DELAYS.items())

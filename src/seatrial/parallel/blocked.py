@@ -117,7 +117,8 @@ class Blocked:
             size = _bytes(args[:2])  # the larger of input and output
             if size:
                 count = counts[counts_for]
-                count[0] += 1
+                # A gather on gloo is a broadcast of each rank's part: one call with the bytes of all.
+                count[0] += call.__name__ != "broadcast" or args[1].rootRank == group.rank()
                 count[1] += size
             if profiler._is_profiler_enabled:
                 label = f"{STAGES[counts_for]} {call.__name__} bytes={size} ranks={group.size()}"
